@@ -1,0 +1,1 @@
+"""Online DPO and its family: forward-process post-training of diffusion models."""

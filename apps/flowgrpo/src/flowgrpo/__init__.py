@@ -1,0 +1,1 @@
+"""FlowGRPO and its family: policy-gradient post-training of diffusion models."""

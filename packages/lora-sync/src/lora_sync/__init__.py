@@ -1,0 +1,1 @@
+"""Move a LoRA from the trainer to the sampler, and prove that it arrived."""

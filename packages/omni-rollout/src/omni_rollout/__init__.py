@@ -1,0 +1,1 @@
+"""Rollout of diffusion policies: vLLM-Omni replicas, an embedded diffusers backend, one agent loop."""
