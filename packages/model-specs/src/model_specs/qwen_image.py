@@ -1,0 +1,184 @@
+"""Qwen-Image: a 20 B double-stream transformer over packed 2x2 latent patches, text from Qwen2.5-VL.
+
+Follows `QwenImagePipeline` of diffusers 0.40, the rescaling of its classifier-free guidance included.
+Latents are packed: [B, S, 64] with S = (H/16) * (W/16) image tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model_specs.base import (
+    ModelSpec,
+    component,
+    compute_dtype,
+    dynamic_shift,
+    linear_sigmas,
+    split_batch,
+    timestep_of,
+)
+from model_specs.embeddings import PromptEmbeds, PromptEncoder, check_length
+from model_specs.errors import SpecError
+from model_specs.pixels import to_uint8
+from model_specs.registry import register
+from model_specs.single_frame import single_frame_convolutions
+
+# The system prompt that the model was trained with; its first 34 tokens are dropped from the embeddings.
+TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
+    "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+TEMPLATE_TOKENS = 34
+
+
+@register
+class QwenImageSpec(ModelSpec):
+    """Qwen-Image (text to image)."""
+
+    name = "qwen_image"
+    transformer_class = "QwenImageTransformer2DModel"
+    pipeline_class = "QwenImagePipeline"
+    vae_class = "AutoencoderKLQwenImage"
+    attention_targets = (
+        "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+    )  # fmt: skip
+    mlp_targets = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+    default_max_sequence_length = 512
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        super().__init__(folder)
+        self.size_multiple = 2 * self.vae_factor
+
+    @property
+    def vae_factor(self) -> int:
+        return 2 ** len(self.vae_config.get("temperal_downsample", (False, True, True)))
+
+    @property
+    def latent_channels(self) -> int:
+        return self.transformer_config.get("in_channels", 64) // 4
+
+    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
+        self.check_size(height, width, num_frames)
+        return (height // self.size_multiple) * (width // self.size_multiple), 4 * self.latent_channels
+
+    def load_encoder(
+        self, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> PromptEncoder:
+        component(path, "text_encoder", "config.json")
+        component(path, "tokenizer", "tokenizer_config.json")
+
+        def load() -> tuple[Any, nn.Module]:
+            from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+            tokenizer = Qwen2Tokenizer.from_pretrained(Path(path) / "tokenizer")
+            model = Qwen2_5_VLForConditionalGeneration.from_pretrained(Path(path) / "text_encoder", dtype=dtype)
+            return tokenizer, model.to(device).eval().requires_grad_(False)
+
+        return QwenImageEncoder(load, device, max_sequence_length=self.default_max_sequence_length, limit=1024)
+
+    def schedule_kwargs(
+        self, scheduler: Any, num_steps: int, height: int, width: int, num_frames: int = 1
+    ) -> dict[str, Any]:
+        tokens, _ = self.latent_shape(height, width, num_frames)
+        return {"mu": dynamic_shift(scheduler, tokens), "sigmas": linear_sigmas(num_steps)}
+
+    def velocity(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        sigma: Tensor,
+        cond: PromptEmbeds,
+        *,
+        negative: PromptEmbeds | None = None,
+        true_cfg_scale: float = 1.0,
+        guidance_scale: float | None = None,
+        height: int,
+        width: int,
+        num_frames: int = 1,
+    ) -> Tensor:
+        self.check_latents(latents, sigma, height, width, num_frames)
+        batch, dtype = latents.shape[0], compute_dtype(transformer)
+        cells = (1, height // self.size_multiple, width // self.size_multiple)
+        guidance = None
+        if transformer.config.guidance_embeds:
+            if guidance_scale is None:
+                raise SpecError("This Qwen-Image network was distilled with guidance: give guidance_scale.")
+            guidance = torch.full((batch,), guidance_scale, device=latents.device, dtype=torch.float32)
+        x_BSC, timestep = latents.to(dtype), timestep_of(sigma)
+
+        def predict(prompts: PromptEmbeds) -> Tensor:
+            prompts = prompts.expand(batch)
+            return transformer(
+                hidden_states=x_BSC,
+                timestep=timestep,
+                guidance=guidance,
+                encoder_hidden_states=prompts.embeds.to(dtype),
+                encoder_hidden_states_mask=None if prompts.full else prompts.mask,
+                img_shapes=[[cells]] * batch,
+                return_dict=False,
+            )[0].float()
+
+        guiding = self.guiding_prompts(negative, true_cfg_scale)
+        positive = predict(cond)
+        if guiding is None:
+            return positive
+        other = predict(guiding)
+        mixed = other + true_cfg_scale * (positive - other)
+        # The stock pipeline gives the mixture the length that the positive prediction has, token by token. The floor
+        # changes nothing but 0/0, which an untrained network with a zero output layer runs into.
+        length = mixed.norm(dim=-1, keepdim=True).clamp_min(1e-20)
+        return mixed * (positive.norm(dim=-1, keepdim=True) / length)
+
+    @torch.no_grad()
+    def decode(self, vae: nn.Module, latents: Tensor, *, height: int, width: int, num_frames: int = 1) -> Tensor:
+        self.latent_shape(height, width, num_frames)
+        config, dtype = vae.config, next(vae.parameters()).dtype
+        mean = torch.tensor(config.latents_mean, device=latents.device, dtype=dtype).view(1, -1, 1, 1, 1)
+        inverse = 1.0 / torch.tensor(config.latents_std, device=latents.device, dtype=dtype).view(1, -1, 1, 1, 1)
+        single_frame_convolutions(vae)
+        pictures = []
+        for part in split_batch(latents, height * width):
+            z_BCTHW = unpack(part, height // self.vae_factor, width // self.vae_factor).unsqueeze(2).to(dtype)
+            pictures.append(to_uint8(decode_frame(vae, z_BCTHW / inverse + mean)))
+        return torch.cat(pictures)
+
+
+class QwenImageEncoder(PromptEncoder):
+    """Qwen2.5-VL's last hidden state of the user's turn, the template's first 34 tokens dropped."""
+
+    def _encode_one(self, prompt: str, max_sequence_length: int) -> tuple[Tensor, None]:
+        tokenizer, model = self.parts
+        ids = tokenizer(TEMPLATE.format(prompt), return_tensors="pt").input_ids.to(self.device)
+        check_length(prompt, ids.shape[1] - TEMPLATE_TOKENS, max_sequence_length)
+        # The inner model spares the language head, whose logits nobody reads.
+        hidden = model.model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+        return hidden[0, TEMPLATE_TOKENS:], None
+
+
+def pack(latents: Tensor) -> Tensor:
+    """[B, C, H, W] to [B, H/2 * W/2, 4C]: every 2x2 patch becomes one token."""
+    B, C, H, W = latents.shape
+    return latents.view(B, C, H // 2, 2, W // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, H * W // 4, C * 4)
+
+
+def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
+    """The inverse of `pack`; height and width of the latent."""
+    B, _, C = tokens.shape
+    x = tokens.view(B, height // 2, width // 2, C // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return x.reshape(B, C // 4, height, width)
+
+
+def decode_frame(vae: Any, z: Tensor) -> Tensor:
+    """[B, C, 1, h, w] to [B, 3, H, W] in [-1, 1].
+
+    `vae.decode` would also fill the caches that the next frame of a video would read; for a single frame the decoder
+    gives the same without them.
+    """
+    if getattr(vae, "use_tiling", False) or getattr(vae, "use_slicing", False):
+        return vae.decode(z, return_dict=False)[0][:, :, 0]
+    return vae.decoder(vae.post_quant_conv(z))[:, :, 0]
