@@ -1,0 +1,201 @@
+"""What a reward is: a sample in, a result out.
+
+    RewardSample   picture uint8 [C,H,W] (video [T,C,H,W]), prompt, metadata
+    RewardResult   score, components, and an error where there is no score
+    Reward         score(samples) -> results, one for one and in order
+
+Two rules carry the package. A failure is never a number: its score is NaN and its `error` says why. And a score
+depends on its own sample only, so batch size, order and the number of workers cannot change it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from image_rewards.errors import RewardError, RewardInputError, RewardServiceError
+
+MAX_PIXELS = 1 << 24  # per frame: 4096 x 4096
+MAX_TOTAL_PIXELS = 1 << 27  # per video: 128 frames of 1024 x 1024
+
+
+@dataclass(frozen=True)
+class RewardSample:
+    """One generated picture or video, and what was asked for.
+
+    image        uint8 [C,H,W] or [T,C,H,W], C = 3 (RGB)
+    prompt       the text it was generated from
+    metadata     targets of the reward, e.g. {"count": 3, "color": "red", "shape": "circle"} or {"text": "OPEN"}
+    uid, index   prompt id and position in its group: only for messages, never for scoring
+    data_source  which data set the prompt is from
+    """
+
+    image: np.ndarray
+    prompt: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    uid: str = ""
+    index: int = 0
+    data_source: str = ""
+
+    @property
+    def label(self) -> str:
+        """Names the sample in messages."""
+        return f"sample {self.uid or '?'}[{self.index}]"
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """A score and its parts, or the reason why there is none.
+
+    score       the number to optimise; NaN when `error` is set, unless a policy put a value there
+    components  the parts of the score and whatever else was measured, for logs and galleries
+    error       None, or "ErrorType: message"
+    retryable   whether the failure may pass by itself (a service, a worker), unlike a bad picture
+    """
+
+    score: float
+    components: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    retryable: bool = False
+
+    @classmethod
+    def failed(cls, error: BaseException | str, *, retryable: bool | None = None) -> RewardResult:
+        """A result without a score. Failures of services are retryable, bad inputs are not."""
+        if isinstance(error, BaseException):
+            known = isinstance(error, RewardError)
+            retryable = retryable if retryable is not None else isinstance(error, RewardServiceError) or not known
+            error = f"{type(error).__name__}: {error}"
+        return cls(math.nan, {}, error, bool(retryable))
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+    def unwrap(self) -> float:
+        """The score, or a `RewardError` with the recorded reason."""
+        if self.error is not None:
+            raise RewardError(self.error)
+        return self.score
+
+
+class Reward(ABC):
+    """Base class. Subclasses write `score_valid` (pictures are checked already) and, where they need targets,
+    `check_target`.
+
+    video = True says that a reward takes [T,C,H,W] itself; the others take frames through `VideoReward`.
+    """
+
+    name: ClassVar[str] = ""
+    video: ClassVar[bool] = False
+    batch_size: int = 16  # how many samples a worker hands over at once
+
+    def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """Score every sample; results come in the order of the samples.
+
+        A sample that cannot be scored gets a failed result. An error that is no `RewardError` is a bug or a broken
+        machine and is raised.
+        """
+        results: list[RewardResult | None] = [None] * len(samples)
+        valid: list[int] = []
+        for i, sample in enumerate(samples):
+            try:
+                check_image(sample, allow_video=self.video)
+                self.check_target(sample.prompt, sample.metadata)
+            except RewardError as error:
+                results[i] = RewardResult.failed(error)
+            else:
+                valid.append(i)
+        scored = self.score_valid([samples[i] for i in valid]) if valid else []
+        if len(scored) != len(valid):
+            raise RewardError(
+                f"{type(self).__name__}.score_valid returned {len(scored)} results for {len(valid)} samples."
+            )
+        for i, result in zip(valid, scored, strict=True):
+            results[i] = _finite(result, self.name)
+        return [result for result in results if result is not None]
+
+    @abstractmethod
+    def score_valid(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """Score samples whose pictures and targets are known to be good."""
+
+    def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:  # noqa: B027  (most have no target)
+        """Raise `RewardTargetError` when prompt and metadata do not hold the target. Called before training too."""
+
+    def close(self) -> None:  # noqa: B027
+        """Release what the reward holds open (connections, threads)."""
+
+    def __call__(self, sample: RewardSample) -> RewardResult:
+        return self.score([sample])[0]
+
+
+class PerSampleReward(Reward):
+    """A reward that looks at one sample at a time."""
+
+    def score_valid(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        results = []
+        for sample in samples:
+            try:
+                results.append(self.score_one(sample))
+            except RewardError as error:
+                results.append(RewardResult.failed(error))
+        return results
+
+    @abstractmethod
+    def score_one(self, sample: RewardSample) -> RewardResult:
+        """Score one sample; a `RewardError` becomes its failed result."""
+
+
+def _finite(result: RewardResult, name: str) -> RewardResult:
+    if result.error is None and not math.isfinite(result.score):
+        return RewardResult.failed(
+            RewardError(f"{name or 'the reward'} gave {result.score!r}, which is not a finite number.")
+        )
+    return result
+
+
+def check_image(sample: RewardSample, *, allow_video: bool) -> None:
+    """Raise `RewardInputError` unless the picture is uint8 RGB [3,H,W], or [T,3,H,W] where video is allowed."""
+    image = sample.image
+    if not isinstance(image, np.ndarray):
+        raise RewardInputError(
+            f"{sample.label}: image is a {type(image).__name__}, not a numpy array. Give uint8 [3,H,W] or [T,3,H,W]."
+        )
+    if image.dtype != np.uint8:
+        nan = ", with NaN or infinite values" if image.dtype.kind == "f" and not np.isfinite(image).all() else ""
+        raise RewardInputError(
+            f"{sample.label}: image has dtype {str(image.dtype)!r}{nan}. "
+            "Rewards read uint8; convert floats in [0, 1] with (x.clip(0, 1) * 255).round().astype('uint8')."
+        )
+    shape = tuple(image.shape)
+    if image.ndim not in (3, 4):
+        raise RewardInputError(f"{sample.label}: image has shape {shape!r}. Give [3,H,W], or [T,3,H,W] for a video.")
+    if image.ndim == 4 and shape[0] == 0:
+        raise RewardInputError(f"{sample.label}: the video has zero frames (shape {shape!r}).")
+    if image.ndim == 4 and not allow_video:
+        raise RewardInputError(
+            f"{sample.label}: a video of shape {shape!r} was given to a reward for pictures. "
+            "Say how frames are combined, e.g. load(name, video='mean')."
+        )
+    channels, height, width = shape[-3:]
+    if channels != 3:
+        raise RewardInputError(
+            f"{sample.label}: image has shape {shape!r}, so {channels} channels. "
+            "Rewards read RGB with channels first, [3,H,W]."
+        )
+    if height == 0 or width == 0:
+        raise RewardInputError(f"{sample.label}: the picture is empty (shape {shape!r}).")
+    if height * width > MAX_PIXELS:
+        raise RewardInputError(
+            f"{sample.label}: {height} x {width} pixels are more than the limit of {MAX_PIXELS} a frame. "
+            "Scale it down first."
+        )
+    if image.size // 3 > MAX_TOTAL_PIXELS:
+        raise RewardInputError(
+            f"{sample.label}: {image.size // 3} pixels in {shape[0]} frames are more than the limit of "
+            f"{MAX_TOTAL_PIXELS} a video. Score fewer frames."
+        )

@@ -1,0 +1,62 @@
+"""Typed failures. Every error of this package is a `RewardError` and also its nearest relative in the standard library.
+
+They carry one message (and, where a worker failed, its traceback text in `cause`), so they survive pickling through Ray
+and JSON over HTTP.
+"""
+
+from __future__ import annotations
+
+
+class RewardError(RuntimeError):
+    """Base of all errors here. `cause` holds the traceback text of the process where the reward failed, or ""."""
+
+    def __init__(self, message: str, cause: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.cause}" if self.cause else self.message
+
+    def __reduce__(self) -> tuple[type[RewardError], tuple[str, str]]:
+        return type(self), (self.message, self.cause)
+
+
+class RewardInputError(RewardError, ValueError):
+    """A picture that no reward can read: wrong dtype or shape, no pixels, no frames, too large."""
+
+
+class RewardTargetError(RewardError, ValueError):
+    """A prompt or its metadata lacks the target a reward needs, or the target is malformed."""
+
+
+class RewardConfigError(RewardError, ValueError):
+    """An option that does not exist or does not fit."""
+
+
+class UnknownRewardError(RewardError, LookupError):
+    """No reward has this name."""
+
+
+class MissingExtraError(RewardError, ImportError):
+    """An optional dependency is not installed; the message has the install command."""
+
+
+class RewardServiceError(RewardError, ConnectionError):
+    """A scorer service or judge could not be reached, or answered with something that is not a score."""
+
+
+class RewardTimeoutError(RewardServiceError, TimeoutError):
+    """No answer within the deadline."""
+
+
+class RewardWorkerError(RewardError):
+    """A worker process died, or was stopped at its deadline, more often than the retries allow."""
+
+
+def missing_extra(package: str, extra: str, reward: str) -> MissingExtraError:
+    """The error for an optional dependency `package`, naming what to install."""
+    return MissingExtraError(
+        f"{reward} needs the package {package!r}, which is not installed. "
+        f"Install it with: pip install 'image-rewards[{extra}]'"
+    )

@@ -1,0 +1,311 @@
+"""`RewardLoopManager`: a pool of reward processes that scores each sample the moment it is finished.
+
+    driver: score(sample) -> queue -> the least loaded worker -> result     (one future per sample, set once)
+
+A sample is handed to a worker only when the worker has room, so when a worker dies exactly the samples it held are
+known: they are queued again, the worker is replaced, and nobody else is touched. A late answer of a worker that was
+given up has no one waiting for it, so no sample counts twice. What a failure means for training is the policy's to
+say, and the default is to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import traceback
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from image_rewards.base import Reward, RewardResult, RewardSample
+from image_rewards.errors import RewardConfigError, RewardError, RewardTimeoutError, RewardWorkerError
+from image_rewards.ray_pool import Pool, import_ray
+
+Policy = Literal["required", "skip", "value"]
+
+
+@dataclass
+class _Job:
+    sample: RewardSample
+    done: Future[RewardResult]
+    attempts: int = 0
+    alone: bool = False  # after a crash: never again in one batch with others
+
+
+@dataclass
+class _Slot:
+    """One place in the pool; its worker is replaced when it dies."""
+
+    actor: Any
+    busy: int = 0
+    replaced: int = 0
+
+
+@dataclass
+class LoopStats:
+    """What happened so far. `scored` counts results, so scored == asked once all is done."""
+
+    asked: int = 0
+    scored: int = 0
+    failed: int = 0
+    retried: int = 0
+    workers_replaced: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+
+
+class RewardLoopManager:
+    """Owns `num_workers` Ray actors that score samples.
+
+    reward, options   a name and its options, as for `image_rewards.load`; or a `Reward` instance or class
+    policy            "required": a sample without a score raises `RewardError`; "skip": its result has score NaN and
+                      the error (the trainer leaves it out); "value": its score is `value`, with the error
+    max_retries       further attempts after a crash, a timeout or a failure that may pass
+    timeout_s         longest time for one attempt; the worker is then killed and replaced. None = no limit
+    num_cpus, num_gpus  what each worker reserves in Ray; fractions share
+    concurrency       samples in flight per worker; more than 1 is for rewards that wait (servers, judges)
+    batch_size        most samples handed over at once; None = the reward's own
+    placement_group   put worker i into bundle i of this Ray placement group (colocated with whoever else is in it)
+    own_pool          reserve a placement group of its own, one bundle per worker
+    """
+
+    def __init__(
+        self,
+        reward: str | Reward | type[Reward],
+        options: Mapping[str, Any] | None = None,
+        *,
+        num_workers: int = 2,
+        policy: Policy = "required",
+        value: float = 0.0,
+        max_retries: int = 2,
+        timeout_s: float | None = 300.0,
+        num_cpus: float = 0.1,
+        num_gpus: float = 0.0,
+        concurrency: int = 1,
+        batch_size: int = 1,
+        placement_group: Any = None,
+        own_pool: bool = False,
+    ) -> None:
+        if policy not in ("required", "skip", "value"):
+            raise RewardConfigError(f"policy={policy!r} is unknown. Choose 'required', 'skip' or 'value'.")
+        for name, number, least in (
+            ("num_workers", num_workers, 1),
+            ("max_retries", max_retries, 0),
+            ("concurrency", concurrency, 1),
+            ("batch_size", batch_size, 1),
+        ):
+            if number < least:
+                raise RewardConfigError(f"{name}={number!r} must be at least {least}.")
+        self.policy, self.value, self.max_retries, self.timeout_s = policy, value, max_retries, timeout_s
+        self.concurrency, self.batch_size = concurrency, batch_size
+        self.stats = LoopStats()
+        self._pool = Pool(
+            RewardLoopWorker,
+            (reward, dict(options or {})),
+            num_workers=num_workers,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            concurrency=concurrency,
+            placement_group=placement_group,
+            own_pool=own_pool,
+        )
+        self._slots = [_Slot(self._pool.start(i)) for i in range(num_workers)]
+        self._queue: deque[_Job] = deque()
+        self._closed = False
+        # Its own thread and event loop: callers may come from any loop, from several, or from none.
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True)
+        self._thread.start()
+
+    async def score(self, sample: RewardSample) -> RewardResult:
+        """Score one sample; returns when it is done. Raises `RewardError` under policy "required"."""
+        return self._apply_policy(sample, await asyncio.wrap_future(self._submit(sample)))
+
+    def score_batch(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """Score samples and wait for all, in order. Not for use inside a running event loop (it blocks)."""
+        futures = [self._submit(sample) for sample in samples]
+        results = [future.result() for future in futures]
+        return [self._apply_policy(sample, result) for sample, result in zip(samples, results, strict=True)]
+
+    def compute_rm_score(self, data: Any) -> Any:
+        """Score a TensorDict batch. Reads `responses`, `prompt` and, where present, `metadata`, `uid`, `data_source`.
+
+        Returns a TensorDict with rm_scores fp32 [B,1] (NaN for skipped samples), and per sample `reward_components`
+        (dict) and `reward_error` (text, "" where there is none).
+        """
+        from image_rewards.manager import results_to_tensordict, samples_from_tensordict
+
+        return results_to_tensordict(self.score_batch(samples_from_tensordict(data)))
+
+    def health(self, timeout_s: float = 30.0) -> list[int]:
+        """Process ids of the workers. Raises when one does not answer; waits for workers that are starting."""
+        ray = import_ray()
+        try:
+            return [int(pid) for pid in ray.get([slot.actor.pid.remote() for slot in self._slots], timeout=timeout_s)]
+        except ray.exceptions.RayError as error:
+            raise RewardWorkerError(f"a reward worker does not answer: {_last_line(error)}", str(error)) from error
+
+    def shutdown(self) -> None:
+        """Stop the workers. Samples still waiting fail with `RewardError`."""
+        if self._closed:
+            return
+        self._closed = True
+        asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._pool.stop([slot.actor for slot in self._slots])
+
+    def __enter__(self) -> RewardLoopManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    # From here on everything runs in the manager's own loop, so no state needs a lock.
+
+    def _submit(self, sample: RewardSample) -> Future[RewardResult]:
+        if self._closed:
+            raise RewardError("this RewardLoopManager was shut down.")
+        job = _Job(sample, Future())
+        self._loop.call_soon_threadsafe(self._enqueue, job)
+        return job.done
+
+    def _enqueue(self, job: _Job) -> None:
+        self.stats.asked += 1
+        self._queue.append(job)
+        self._pump()
+
+    def _pump(self) -> None:
+        while self._queue and not self._closed:
+            slot = min(self._slots, key=lambda s: s.busy)
+            if slot.busy >= self.concurrency:
+                return
+            jobs = self._next_jobs()
+            if not jobs:
+                return
+            slot.busy += 1
+            task = self._loop.create_task(self._attempt(slot, slot.replaced, jobs))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _next_jobs(self) -> list[_Job]:
+        jobs: list[_Job] = []
+        while self._queue and len(jobs) < self.batch_size:
+            if jobs and self._queue[0].alone:
+                break
+            job = self._queue.popleft()
+            if job.done.cancelled():  # its caller gave up
+                self.stats.asked -= 1
+                continue
+            jobs.append(job)
+            if job.alone:
+                break
+        return jobs
+
+    async def _attempt(self, slot: _Slot, replaced: int, jobs: list[_Job]) -> None:
+        ray = import_ray()
+        samples = [job.sample for job in jobs]
+        try:
+            reference = slot.actor.score.remote(samples)
+            results = await asyncio.wait_for(asyncio.wrap_future(reference.future()), self.timeout_s)
+        except TimeoutError:
+            error: RewardError = RewardTimeoutError(f"the reward gave no answer in {self.timeout_s} s.")
+            self._replace(slot, replaced)
+            self._again(jobs, error)
+        except ray.exceptions.RayActorError as dead:
+            self._replace(slot, replaced)
+            self._again(jobs, RewardWorkerError(f"the reward worker died: {_last_line(dead)}", str(dead)))
+        except Exception as unexpected:  # never leave a caller waiting
+            self._again(jobs, RewardWorkerError(f"scoring failed: {_last_line(unexpected)}", traceback.format_exc()))
+        else:
+            for job, result in zip(jobs, results, strict=True):
+                if result.error is not None and result.retryable and job.attempts < self.max_retries:
+                    self._again([job], RewardError(result.error))
+                else:
+                    self._finish(job, result)
+        finally:
+            slot.busy -= 1
+            self._pump()
+
+    def _again(self, jobs: list[_Job], error: RewardError) -> None:
+        for job in reversed(jobs):
+            job.attempts += 1
+            job.alone = True
+            if job.attempts > self.max_retries:
+                self._finish(job, RewardResult.failed(f"{type(error).__name__}: {error} ({job.attempts} attempts)"))
+            else:
+                self.stats.retried += 1
+                self._queue.appendleft(job)
+
+    def _replace(self, slot: _Slot, replaced: int) -> None:
+        if slot.replaced != replaced or self._closed:  # another attempt on the same worker already did
+            return
+        index = self._slots.index(slot)
+        self._pool.kill(slot.actor)
+        slot.actor = self._pool.start(index)
+        slot.replaced += 1
+        self.stats.workers_replaced += 1
+
+    def _finish(self, job: _Job, result: RewardResult) -> None:
+        self.stats.scored += 1
+        if result.error is not None:
+            self.stats.failed += 1
+            kind = result.error.split(":", 1)[0]
+            self.stats.errors[kind] = self.stats.errors.get(kind, 0) + 1
+        if not job.done.done():  # a cancelled caller has no use for it
+            job.done.set_result(result)
+
+    async def _drain(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._queue:
+            self._finish(
+                self._queue.popleft(), RewardResult.failed("RewardError: the RewardLoopManager was shut down.")
+            )
+
+    def _apply_policy(self, sample: RewardSample, result: RewardResult) -> RewardResult:
+        if result.error is None or self.policy == "skip":
+            return result
+        if self.policy == "value":
+            return replace(result, score=self.value)
+        first, _, cause = result.error.partition("\n")
+        raise RewardError(
+            f"{sample.label} has no score, and policy 'required' stops training: {first} "
+            "Use policy='skip' or 'value' to go on without it.",
+            cause,
+        )
+
+
+class RewardLoopWorker:
+    """One process of the pool: builds the reward once and scores what it is given. Runs as a Ray actor."""
+
+    def __init__(self, reward: str | Reward | type[Reward], options: Mapping[str, Any]) -> None:
+        from image_rewards.manager import ImageRewardManager
+
+        self._manager: ImageRewardManager | None = None
+        self._broken = ""
+        try:
+            self._manager = ImageRewardManager(reward, options)
+        except Exception as error:  # told with every sample: an actor that fails to start only says that it died
+            self._broken = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+
+    def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """Results of `samples`, in order. Never raises: a failure is a failed result with the traceback's text."""
+        if self._manager is None:
+            return [RewardResult.failed(self._broken) for _ in samples]
+        return self._manager.score(samples)
+
+    def pid(self) -> int:
+        """This process's id."""
+        import os
+
+        return os.getpid()
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

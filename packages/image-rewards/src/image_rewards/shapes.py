@@ -1,0 +1,136 @@
+"""`shapes`: does the picture show what the caption says, read from pixels?
+
+For captions like "three red circles on a black background". The rules are in `pixels.py`; there is no model, so the
+reward is exact, fast and the same everywhere, and small policies can be trained against it on a laptop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from image_rewards.base import PerSampleReward, RewardResult, RewardSample
+from image_rewards.errors import RewardConfigError, RewardTargetError
+from image_rewards.pixels import BACKGROUNDS, COLORS, SHAPES, Scene, read_scene
+
+NUMBERS = {"a": 1, "an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8}
+_CAPTION = re.compile(
+    rf"\b({'|'.join(NUMBERS)}|\d+)\s+({'|'.join(COLORS)})\s+({'|'.join(SHAPES)})s?\s+on\s+an?\s+({'|'.join(BACKGROUNDS)})"
+    r"\s+background\b",
+    re.IGNORECASE,
+)
+NATURAL_AREA = (110, 420)  # pixels of an object in a clean 64 x 64 picture
+CLEAN_SPECKS = 6
+CLEAN_OFF_PALETTE = 0.06
+
+
+@dataclass(frozen=True)
+class ShapesTarget:
+    """What a caption asks for."""
+
+    count: int
+    color: str
+    shape: str
+    background: str
+
+
+def parse_target(prompt: str, metadata: Mapping[str, Any]) -> ShapesTarget:
+    """The target from metadata keys count, color, shape, background; absent keys come from the caption.
+
+    Raises `RewardTargetError` where neither has a value or a value is not one that can be read from pixels.
+    """
+    found = _CAPTION.search(prompt)
+    spoken: dict[str, Any] = {}
+    if found:
+        number = found[1].lower()
+        spoken = {
+            "count": NUMBERS[number] if number in NUMBERS else int(number),
+            "color": found[2].lower(),
+            "shape": found[3].lower(),
+            "background": found[4].lower(),
+        }
+    values: dict[str, Any] = {}
+    for key, allowed in (("count", None), ("color", COLORS), ("shape", SHAPES), ("background", BACKGROUNDS)):
+        value = metadata.get(key, spoken.get(key))
+        if value is None:
+            raise RewardTargetError(
+                f"shapes: no {key!r} in metadata {dict(metadata)!r}, and the prompt {prompt!r} does not read like "
+                "'three red circles on a black background'. Give metadata count, color, shape and background."
+            )
+        if allowed is None:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise RewardTargetError(f"shapes: count={value!r} must be a whole number of at least 1.")
+        elif value not in allowed:
+            raise RewardTargetError(f"shapes: {key}={value!r} is unknown. Choose one of {', '.join(allowed)}.")
+        values[key] = value
+    return ShapesTarget(**values)
+
+
+def score_scene(scene: Scene, target: ShapesTarget) -> dict[str, float]:
+    """Components, each in [0, 1].
+
+    count, background   1 when right
+    color, shape        share of the objects that have it
+    parts               mean of the four
+    strict              1 when all four are right
+    clean               1 for a tidy picture whatever the caption: one colour, one known shape, natural sizes, no specks
+    off                 share of pixels far from every palette colour
+    """
+    objects = scene.objects
+    count = float(len(objects) == target.count)
+    color = sum(o.color == target.color for o in objects) / len(objects) if objects else 0.0
+    shape = sum(o.shape == target.shape for o in objects) / len(objects) if objects else 0.0
+    background = float(scene.background == target.background)
+    return {
+        "strict": float(count == color == shape == background == 1),
+        "count": count,
+        "color": color,
+        "shape": shape,
+        "background": background,
+        "parts": (background + color + shape + count) / 4,
+        "clean": float(is_clean(scene)),
+        "off": scene.off_palette,
+    }
+
+
+def is_clean(scene: Scene) -> bool:
+    """Whether the picture is tidy. Watch it beside the score: it says nothing about the caption and is not
+    optimised."""
+    objects = scene.objects
+    low, high = (bound * scene.scale for bound in NATURAL_AREA)
+    return (
+        1 <= len(objects) <= 4
+        and len({o.color for o in objects}) == 1
+        and len({o.shape for o in objects}) == 1
+        and objects[0].shape is not None
+        and all(low <= o.area <= high for o in objects)
+        and scene.specks <= CLEAN_SPECKS * scene.scale
+        and scene.off_palette < CLEAN_OFF_PALETTE
+    )
+
+
+class ShapesReward(PerSampleReward):
+    """score = strict_weight * strict + parts_weight * parts; components as in `score_scene`.
+
+    strict alone is a sparse signal; parts alone can be won by getting three of four right for ever.
+    """
+
+    name = "shapes"
+
+    def __init__(self, strict_weight: float = 0.5, parts_weight: float = 0.5) -> None:
+        if strict_weight < 0 or parts_weight < 0 or strict_weight + parts_weight == 0:
+            raise RewardConfigError(
+                f"strict_weight={strict_weight!r} and parts_weight={parts_weight!r}: give no negative weight, "
+                "and not zero to both."
+            )
+        self.strict_weight, self.parts_weight = strict_weight, parts_weight
+
+    def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+        parse_target(prompt, metadata)
+
+    def score_one(self, sample: RewardSample) -> RewardResult:
+        components = score_scene(read_scene(sample.image), parse_target(sample.prompt, sample.metadata))
+        score = self.strict_weight * components["strict"] + self.parts_weight * components["parts"]
+        return RewardResult(score, components)

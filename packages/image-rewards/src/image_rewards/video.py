@@ -1,0 +1,83 @@
+"""Rewards for pictures on videos, with the aggregation said out loud.
+
+A video's score is what its frames' scores become under one named rule. Scoring the first frame alone is possible, but
+only by asking for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from image_rewards.base import Reward, RewardResult, RewardSample
+from image_rewards.errors import RewardConfigError
+
+AGGREGATES: dict[str, Callable[[np.ndarray], float]] = {
+    "mean": lambda x: float(x.mean()),
+    "min": lambda x: float(x.min()),
+    "max": lambda x: float(x.max()),
+    "median": lambda x: float(np.median(x)),
+    "first": lambda x: float(x[0]),
+    "last": lambda x: float(x[-1]),
+}
+
+
+class VideoReward(Reward):
+    """Scores frames with `inner` and joins them with `aggregate`; a picture counts as a video of one frame.
+
+    max_frames  score at most this many frames, evenly spread and always with the first and the last; None = all
+    A frame that fails makes the video fail, with the frame's number in the error.
+    """
+
+    video = True
+
+    def __init__(self, inner: Reward, aggregate: str = "mean", max_frames: int | None = None) -> None:
+        if aggregate not in AGGREGATES:
+            raise RewardConfigError(f"aggregate={aggregate!r} is unknown. Choose one of {', '.join(AGGREGATES)}.")
+        if max_frames is not None and max_frames < 1:
+            raise RewardConfigError(f"max_frames={max_frames!r} must be at least 1.")
+        self.inner, self.aggregate, self.max_frames = inner, aggregate, max_frames
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"{self.inner.name}:{self.aggregate}"
+
+    @property
+    def batch_size(self) -> int:  # type: ignore[override]
+        return self.inner.batch_size
+
+    def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+        self.inner.check_target(prompt, metadata)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def frame_numbers(self, total: int) -> list[int]:
+        """Which of `total` frames are scored."""
+        if self.aggregate in ("first", "last"):
+            return [0 if self.aggregate == "first" else total - 1]
+        count = total if self.max_frames is None else min(total, self.max_frames)
+        return [0] if count == 1 else [round(i * (total - 1) / (count - 1)) for i in range(count)]
+
+    def score_valid(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        frames: list[RewardSample] = []
+        owners: list[list[int]] = []  # frame numbers of each sample
+        for sample in samples:
+            stack = sample.image if sample.image.ndim == 4 else sample.image[None]
+            owners.append(self.frame_numbers(len(stack)))
+            frames.extend(replace(sample, image=stack[number]) for number in owners[-1])
+        scored = iter(self.inner.score(frames))
+        return [self._join([next(scored) for _ in numbers], numbers) for numbers in owners]
+
+    def _join(self, results: list[RewardResult], numbers: list[int]) -> RewardResult:
+        for result, number in zip(results, numbers, strict=True):
+            if result.error is not None:
+                return replace(result, error=f"frame {number}: {result.error}")
+        join = AGGREGATES[self.aggregate]
+        keys = {key for result in results for key in result.components}
+        components = {k: join(np.array([r.components[k] for r in results if k in r.components])) for k in sorted(keys)}
+        components["frames"] = float(len(results))
+        return RewardResult(join(np.array([r.score for r in results], dtype=np.float64)), components)
