@@ -1,0 +1,28 @@
+"""What a run leaves for people to look at: metrics.jsonl, the pictures of each validation, report.html, one live line.
+
+Pure functions over files; needs numpy and Pillow, imports neither torch nor Ray.
+"""
+
+from .environment import save_environment
+from .errors import ReportError
+from .gallery import load_validations, save_validation, truncate_validations
+from .html import write_report
+from .live import LiveLine
+from .metrics import MetricsWriter, read_metrics
+from .picture import before_after_png
+from .stats import compare, summarize
+
+__all__ = [
+    "LiveLine",
+    "MetricsWriter",
+    "ReportError",
+    "before_after_png",
+    "compare",
+    "load_validations",
+    "read_metrics",
+    "save_environment",
+    "save_validation",
+    "summarize",
+    "truncate_validations",
+    "write_report",
+]
