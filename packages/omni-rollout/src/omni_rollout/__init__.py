@@ -1,1 +1,36 @@
-"""Rollout of diffusion policies: vLLM-Omni replicas, an embedded diffusers backend, one agent loop."""
+"""Rollout of diffusion policies: backends, replicas, router, agent loop.
+
+The package itself imports nothing heavy; `omni_rollout.config` is free of torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_EXPORTS = {
+    "DiffusionRolloutConfig": "config",
+    "DiffusionRolloutAlgoConfig": "config",
+    "DiffusionPipelineConfig": "config",
+    "DiffusionSamplingConfig": "config",
+    "GenerationRequest": "types",
+    "DiffusionOutput": "types",
+    "RolloutBackend": "backend",
+    "DiffusersBackend": "diffusers_backend",
+    "Lifecycle": "lifecycle",
+    "DiffusersReplica": "replica",
+    "vLLMOmniReplica": "vllm_omni.replica",
+    "LocalHandle": "replica",
+    "Router": "router",
+    "DiffusionAgentLoopWorker": "agent_loop",
+    "DiffusionSingleTurnAgentLoop": "agent_loop",
+    "DiffusionAgentLoopOutput": "agent_loop",
+    "RolloutError": "errors",
+}
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)

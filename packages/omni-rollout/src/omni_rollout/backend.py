@@ -1,0 +1,89 @@
+"""The one protocol that every rollout backend follows, and what a health check returns.
+
+All methods are synchronous and may block: a backend runs inside an actor or a worker thread, replicas talk to it from
+the driver's event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from .types import DiffusionOutput, GenerationRequest
+
+
+@dataclass(frozen=True)
+class Health:
+    """What a backend says about itself. Only plain values, so it crosses processes as JSON."""
+
+    state: str
+    policy_version: int
+    in_flight: int
+    generated: int
+    """Samples finished since the start."""
+    batches: dict[int, int] = field(default_factory=dict)
+    """Histogram: batch size → number of transformer batches of that size."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Time spent per phase (encode, denoise, decode, sync)."""
+
+
+@dataclass(frozen=True)
+class WeightReceipt:
+    """Proof that full weights arrived.
+
+    How many tensors, how many elements, and a checksum of what is now in the module.
+    """
+
+    version: int
+    tensors_sent: int
+    tensors_bound: int
+    checksum: str
+
+
+@runtime_checkable
+class RolloutBackend(Protocol):
+    """A policy that can be sampled from."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that sample now."""
+        ...
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[DiffusionOutput]:
+        """One output per request, in order. Raises `LifecycleError` unless the backend is ready."""
+        ...
+
+    def update_lora(self, payload: Any, adapter: str = "default") -> Any:
+        """Bind a `lora_sync.LoRAPayload`; returns its `LoRAReceipt`."""
+        ...
+
+    def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
+        """Replace transformer weights by name; raises `SyncError` unless every tensor sent was bound."""
+        ...
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the device's memory back. Only level 1."""
+        ...
+
+    def wake_up(self) -> None:
+        """Bring the weights back."""
+        ...
+
+    def pause(self) -> None:
+        """Take no new requests."""
+        ...
+
+    def resume(self) -> None:
+        """Take requests again."""
+        ...
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """Cancel requests (all of them for None). Returns how many were still in flight."""
+        ...
+
+    def health(self) -> Health:
+        """State and counters; never blocks on generation."""
+        ...

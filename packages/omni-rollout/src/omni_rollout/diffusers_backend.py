@@ -1,0 +1,341 @@
+"""The embedded backend: diffusers modules in this process, sharing weights with the trainer or owning a copy.
+
+The velocity is the same `model_specs` function that the trainer calls, and the sampler the same `sde_samplers` function
+that replays, so log-probs of rollout and trainer agree to the bit when their batch shapes do.
+
+Shapes: B sample, W window step, K denoising step, S prompt token, C H W T pixels, "…" the model's latent layout.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from sde_samplers import SigmaSchedule, from_diffusers, initial_noise, rollout, sample_generator
+from torch import Tensor, nn
+
+from .backend import Health, WeightReceipt
+from .batching import plan_batches
+from .errors import MissingExtraError, RolloutConfigError, SyncError
+from .lifecycle import Lifecycle
+from .types import DiffusionOutput, GenerationRequest, aborted
+from .weights import load_named, module_checksum
+
+AdapterContext = Callable[[str], AbstractContextManager[Any]]
+
+
+class _AllAbortedError(Exception):
+    """Ends a batch early once each of its samples was cancelled."""
+
+
+class DiffusersBackend:
+    """Samples with diffusers modules.
+
+    Args:
+        spec: the architecture (`model_specs.ModelSpec`).
+        transformer: the policy; PEFT adapters inside it are switched by `adapter_ctx`.
+        encoder: `model_specs.PromptEncoder`; it encodes each distinct prompt once and remembers it.
+        vae: decoder of the latents.
+        scheduler: the pipeline's diffusers scheduler, from which the sigma grid comes.
+        max_batch_size: samples denoised together.
+        device: where the transformer is; latents are drawn on the CPU and moved.
+        adapter_ctx: context manager that makes one adapter sample; None allows only "default", the module as it is.
+        shares_weights: True when the trainer updates this very module: `update_lora` then only proves that the
+            payload is what the module holds. False binds the payload.
+    """
+
+    def __init__(
+        self,
+        spec: Any,
+        transformer: nn.Module,
+        encoder: Any,
+        vae: nn.Module,
+        scheduler: Any,
+        *,
+        max_batch_size: int = 64,
+        device: torch.device | str = "cpu",
+        adapter_ctx: AdapterContext | None = None,
+        shares_weights: bool = True,
+    ) -> None:
+        self.spec, self.transformer, self.encoder, self.vae, self.scheduler = spec, transformer, encoder, vae, scheduler
+        self.max_batch_size = max_batch_size
+        self.device = torch.device(device)
+        self.shares_weights = shares_weights
+        self._adapter_ctx = adapter_ctx
+        self._schedules: dict[tuple[int, ...], SigmaSchedule] = {}
+        self._aborted: set[str] = set()
+        self._running: set[str] = set()
+        self._abort_lock = threading.Lock()
+        self._generated = 0
+        self._batches: dict[int, int] = {}
+        self._seconds = {"encode": 0.0, "denoise": 0.0, "decode": 0.0, "sync": 0.0}
+        self.lifecycle = Lifecycle()
+        self.lifecycle.load()
+        self.lifecycle.loaded()
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", **options: Any
+    ) -> DiffusersBackend:
+        """A backend with its own weights, from a diffusers pipeline folder. `options` go to the constructor.
+
+        Raises `MissingExtraError` without the extra that holds model_specs.
+        """
+        try:
+            from model_specs import get_spec_for
+        except ImportError as error:
+            raise MissingExtraError(
+                "The diffusers backend needs model-specs: pip install './packages/omni-rollout[diffusers]'"
+            ) from error
+        spec = get_spec_for(path)
+        transformer = spec.load_transformer(path, dtype, device).eval().requires_grad_(False)
+        parts = (spec.load_encoder(path, dtype, device), spec.load_vae(path, dtype, device), spec.load_scheduler(path))
+        return cls(spec, transformer, *parts, device=device, **{"shares_weights": False, **options})
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that sample now; 0 before the first sync."""
+        return self.lifecycle.policy_version
+
+    # ------------------------------------------------------------------------------------------------ generation
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[DiffusionOutput]:
+        """Draw the samples, one output per request and in their order.
+
+        Compatible requests are batched in order, so equal calls give bitwise equal outputs.
+        """
+        outputs: list[DiffusionOutput | None] = [None] * len(requests)
+        with self.lifecycle.generating(len(requests)):
+            ids = {request.request_id for request in requests}
+            with self._abort_lock:
+                self._running |= ids
+            try:
+                for positions in plan_batches(requests, self.max_batch_size):
+                    batch = [requests[position] for position in positions]
+                    for position, output in zip(positions, self._generate_batch(batch), strict=True):
+                        outputs[position] = output
+            finally:
+                with self._abort_lock:
+                    self._running -= ids
+                    self._aborted -= ids
+        return [output for output in outputs if output is not None]
+
+    def generate_sequences(self, requests: Sequence[GenerationRequest]) -> list[DiffusionOutput]:
+        """`generate` under the name that replicas call on an actor."""
+        return self.generate(requests)
+
+    @torch.no_grad()
+    def _generate_batch(self, batch: list[GenerationRequest]) -> list[DiffusionOutput]:
+        first = batch[0]
+        size = {"height": first.height, "width": first.width, "num_frames": first.num_frames}
+        with self._timed("encode"):
+            cond = self.encoder.encode([r.prompt for r in batch], first.max_sequence_length).to(self.device)
+            negative = None
+            if first.uses_cfg:
+                texts = [r.negative_prompt or "" for r in batch]
+                negative = self.encoder.encode(texts, first.max_sequence_length).to(self.device)
+        schedule = self._schedule(first)
+        try:
+            with self._timed("denoise"), self._sampling(first.adapter):
+                trajectory = self._denoise(batch, schedule, cond, negative, size)
+        except _AllAbortedError:
+            return [aborted(request, self.policy_version) for request in batch]
+        self._batches[len(batch)] = self._batches.get(len(batch), 0) + 1
+        with self._timed("decode"):
+            pictures = self.spec.decode(self.vae, trajectory.final, **size).cpu()
+        outputs = self._pack(batch, trajectory, cond, negative, pictures, schedule)
+        with self._abort_lock:
+            dropped = {r.request_id for r in batch} & self._aborted
+        self._generated += len(batch) - len(dropped)
+        return [
+            aborted(request, self.policy_version) if request.request_id in dropped else output
+            for request, output in zip(batch, outputs, strict=True)
+        ]
+
+    def _denoise(
+        self, batch: list[GenerationRequest], schedule: SigmaSchedule, cond: Any, negative: Any, size: dict[str, int]
+    ) -> Any:
+        first = batch[0]
+        generators = [sample_generator(r.seed, r.uid, r.index) for r in batch]
+        shape = self.spec.latent_shape(first.height, first.width, first.num_frames)
+        x = initial_noise(generators, shape).to(self.device)
+        options = {"true_cfg_scale": first.true_cfg_scale, "guidance_scale": first.guidance_scale, **size}
+        ids = {request.request_id for request in batch}
+
+        def velocity(x_t: Tensor, sigma: Tensor) -> Tensor:
+            if ids <= self._aborted:
+                raise _AllAbortedError
+            return self.spec.velocity(self.transformer, x_t, sigma, cond, negative=negative, **options)
+
+        window = torch.tensor([r.window for r in batch], dtype=torch.long) if first.window else None
+        if first.start_step:
+            raise RolloutConfigError("start_step > 0 is not supported here yet.")
+        return rollout(
+            velocity, x, schedule, kind=first.kind, noise_level=first.noise_level, window=window, generators=generators
+        )
+
+    def _schedule(self, request: GenerationRequest) -> SigmaSchedule:
+        key = (request.num_inference_steps, request.height, request.width, request.num_frames)
+        if key not in self._schedules:
+            steps, *size = key
+            keywords = self.spec.schedule_kwargs(self.scheduler, steps, *size)
+            self._schedules[key] = from_diffusers(self.scheduler, steps, **keywords)
+        return self._schedules[key]
+
+    @contextmanager
+    def _sampling(self, adapter: str) -> Iterator[None]:
+        """The adapter switched on and the module in eval mode; both as they were afterwards."""
+        if self._adapter_ctx is None and adapter != "default":
+            raise RolloutConfigError(
+                f"adapter={adapter!r} was asked for, but this backend has no adapter_ctx: use 'default' or pass one."
+            )
+        training = self.transformer.training
+        self.transformer.eval()
+        try:
+            with self._adapter_ctx(adapter) if self._adapter_ctx else nullcontext():
+                yield
+        finally:
+            self.transformer.train(training)
+
+    def _pack(
+        self,
+        batch: list[GenerationRequest],
+        trajectory: Any,
+        cond: Any,
+        negative: Any,
+        pictures: Tensor,
+        schedule: SigmaSchedule,
+    ) -> list[DiffusionOutput]:
+        """Cut the batch into outputs that own nothing of each other's rows but the shared sigma grid."""
+        sigmas = trajectory.sigmas.float().cpu()
+        final = trajectory.final.cpu()
+        traced = batch[0].return_trajectory
+        window = bool(batch[0].window) and traced
+        parts = {}
+        if window:
+            names = ("latents", "next_latents", "step_index", "std")
+            parts = {name: getattr(trajectory, name).cpu() for name in names}
+        log_probs = trajectory.log_probs.cpu() if window and trajectory.log_probs is not None else None
+        embeds = _embeds_rows("", cond, len(batch)) + (
+            _embeds_rows("negative_", negative, len(batch)) if negative else []
+        )
+        outputs = []
+        for row, request in enumerate(batch):
+            extra: dict[str, Any] = {name: value[row] for name, value in parts.items()}
+            extra |= {"final_latents": final[row], "sigmas": sigmas, "schedule_hash": schedule.hash}
+            extra |= {"policy_version": self.policy_version, "seed": request.seed, "batch_size": len(batch)}
+            if traced:
+                extra |= {name: rows[row] for name, rows in embeds}
+            log_prob = None if log_probs is None else log_probs[row]
+            outputs.append(DiffusionOutput(pictures[row], log_prob, "completed", 0, extra).check())
+        return outputs
+
+    # --------------------------------------------------------------------------------------------------- weights
+
+    def update_lora(self, payload: Any, adapter: str = "default") -> Any:
+        """Bind a `LoRAPayload`, or prove that the shared module holds it already. Returns a `LoRAReceipt`.
+
+        Raises `SyncError` when the module's adapter differs from the payload.
+        """
+        from lora_sync import LoRAReceipt, apply_lora, extract_lora
+
+        with self.lifecycle.syncing(payload.version, lora=True), self._timed("sync"):
+            if not self.shares_weights:
+                return apply_lora(self.transformer, payload, adapter)
+            held = extract_lora(self.transformer, adapter, version=payload.version)
+            if held.hash != payload.hash:
+                raise SyncError(
+                    f"The shared module's adapter {adapter!r} has hash {held.hash}, the payload {payload.hash}: this "
+                    "backend does not hold what was sent. Hand it the trainer's own module, or build it with "
+                    "shares_weights=False."
+                )
+            count = len(held.tensors)
+            return LoRAReceipt(
+                version=payload.version,
+                hash=held.hash,
+                modules_bound=count // 2,
+                tensors_bound=count,
+                tensors_ignored=0,
+                probe_delta=None,
+            )
+
+    def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
+        """Replace transformer weights by name (with or without LoRA layers).
+
+        Every tensor sent must find its parameter.
+        """
+        with self.lifecycle.syncing(version, full=True), self._timed("sync"):
+            sent = load_named(self.transformer, named)
+            return WeightReceipt(version, sent, sent, module_checksum(self.transformer))
+
+    # ------------------------------------------------------------------------------------------------- lifecycle
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the device's memory back.
+
+        The VAE and a transformer of our own go to the CPU, the text encoder is dropped.
+        """
+        self.lifecycle.sleep(level)
+        self.encoder.unload()
+        self.vae.to("cpu")
+        if not self.shares_weights:
+            self.transformer.to("cpu")
+
+    def wake_up(self) -> None:
+        """Bring the modules back."""
+        self.vae.to(self.device)
+        if not self.shares_weights:
+            self.transformer.to(self.device)
+        self.lifecycle.wake_up()
+
+    def pause(self) -> None:
+        """Refuse new requests."""
+        self.lifecycle.pause()
+
+    def resume(self) -> None:
+        """Take requests again."""
+        self.lifecycle.resume()
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """Cancel requests of a `generate` that runs in another thread; their outputs come back as aborted."""
+        with self._abort_lock:
+            hit = set(self._running) if request_ids is None else self._running & set(request_ids)
+            self._aborted |= hit
+        return len(hit)
+
+    def health(self) -> Health:
+        """State, counters and time per phase."""
+        life = self.lifecycle
+        return Health(
+            life.state.value,
+            life.policy_version,
+            life.in_flight,
+            self._generated,
+            dict(self._batches),
+            dict(self._seconds),
+        )
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += time.perf_counter() - start
+
+
+def _embeds_rows(prefix: str, embeds: Any, count: int) -> list[tuple[str, list[Tensor]]]:
+    """Embeddings per sample, cut to each one's own length: name → one tensor per row."""
+    lengths = embeds.mask.sum(1).tolist()
+    hidden, mask = embeds.embeds.cpu(), embeds.mask.cpu()
+    rows = [
+        (f"{prefix}prompt_embeds", [hidden[i, : lengths[i]] for i in range(count)]),
+        (f"{prefix}prompt_embeds_mask", [mask[i, : lengths[i]] for i in range(count)]),
+    ]
+    if embeds.pooled is not None:
+        rows.append((f"{prefix}pooled_prompt_embeds", list(embeds.pooled.cpu())))
+    return rows
