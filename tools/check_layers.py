@@ -1,0 +1,97 @@
+"""Reads the imports of every package and fails on an arrow that the architecture does not have.
+
+    python tools/check_layers.py
+
+Standard library only. Prints one line per forbidden import and exits 1, or the allowed picture and exits 0.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+ENGINE = {"sde_samplers", "diffusion_losses", "lora_sync", "model_specs"}
+LOOP = {"fsdp_diffusers_engine", "omni_rollout", "image_rewards"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "sde_samplers": set(),
+    "diffusion_losses": set(),
+    "lora_sync": set(),
+    "image_rewards": set(),
+    "model_specs": set(),
+    "fsdp_diffusers_engine": ENGINE,
+    "omni_rollout": {"sde_samplers", "lora_sync", "model_specs"},
+    # The loop is the one place that sees both sides, so it may also name what they are made of.
+    "ray_trainer": LOOP | ENGINE,
+    "flowgrpo": {"ray_trainer"} | LOOP | ENGINE,
+    "dpo_online": {"ray_trainer"} | LOOP | ENGINE,
+}
+# Third parties that a package must never import while it is itself imported: extras, or somebody else's business.
+LAZY_ONLY: dict[str, set[str]] = {
+    "sde_samplers": {"diffusers", "triton", "ray"},
+    "diffusion_losses": {"diffusers", "peft", "ray"},
+    "lora_sync": {"diffusers", "peft", "ray"},
+    "image_rewards": {"ray", "torch", "transformers", "fastapi", "httpx", "rapidocr"},
+    "model_specs": {"ray", "peft"},
+    "fsdp_diffusers_engine": {"ray"},
+    "omni_rollout": {"ray", "diffusers", "model_specs", "vllm", "vllm_omni", "peft"},
+    "ray_trainer": {"ray", "diffusers", "transformers"},
+    "flowgrpo": {"ray", "diffusers"},
+    "dpo_online": {"ray", "diffusers"},
+}
+# Modules that exist to be loaded by an optional dependency, and may therefore import it at the top.
+PLUGIN_FOLDERS = {"omni_rollout": ("vllm_omni",)}
+
+
+def imports(tree: ast.AST) -> list[tuple[str, int, bool]]:
+    """(top-level name, line, at import time) of every absolute import. `if TYPE_CHECKING:` does not count as import time."""
+    found: list[tuple[str, int, bool]] = []
+
+    def visit(node: ast.AST, eager: bool) -> None:
+        if isinstance(node, ast.Import):
+            found.extend((alias.name.split(".")[0], node.lineno, eager) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            found.append((node.module.split(".")[0], node.lineno, eager))
+        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or typing_only
+        for child in ast.iter_child_nodes(node):
+            visit(child, eager and not lazy)
+
+    visit(tree, True)
+    return found
+
+
+def problems(root: Path = ROOT) -> list[str]:
+    """One line per import that breaks a rule."""
+    lines: list[str] = []
+    for source in sorted([*root.glob("packages/*/src/*"), *root.glob("apps/*/src/*")]):
+        package = source.name
+        if package not in MAY_IMPORT:
+            if source.is_dir() and (source / "__init__.py").exists():
+                lines.append(f"{source.relative_to(root)}: package {package!r} is not in MAY_IMPORT; say what it may import")
+            continue
+        for file in sorted(source.rglob("*.py")):
+            where = file.relative_to(root)
+            plugin = file.relative_to(source).parts[0] in PLUGIN_FOLDERS.get(package, ())
+            for name, line, eager in imports(ast.parse(file.read_text(encoding="utf-8"))):
+                if name in MAY_IMPORT and name != package and name not in MAY_IMPORT[package]:
+                    allowed = ", ".join(sorted(MAY_IMPORT[package])) or "none of its siblings"
+                    lines.append(f"{where}:{line}: {package} imports {name}; it may import {allowed}")
+                if eager and not plugin and name in LAZY_ONLY[package]:
+                    lines.append(f"{where}:{line}: {package} imports {name} while being imported; do it inside the function")
+    return lines
+
+
+def main() -> int:
+    """Print the verdict; returns the exit code."""
+    found = problems()
+    for line in found:
+        print(line)
+    print(f"check_layers: {len(found)} forbidden import(s)" if found else "check_layers: every import keeps to its layer")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
