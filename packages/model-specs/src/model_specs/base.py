@@ -9,9 +9,8 @@ noise, and the velocity points from clean to noise, so a step is x + (sigma_next
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from model_specs.embeddings import PromptEmbeds, PromptEncoder
 from model_specs.errors import SpecError
+from model_specs.folders import component, load_diffusers, read_json
 
 
 class ModelSpec(ABC):
@@ -38,14 +38,12 @@ class ModelSpec(ABC):
     """Class name of the stock text-to-image (or video) pipeline."""
     vae_class: ClassVar[str]
     """Class name of the autoencoder."""
-    attention_targets: ClassVar[tuple[str, ...]]
+    attention_targets: tuple[str, ...]
     """Suffixes of the attention Linear modules, as peft's `target_modules` takes them."""
-    mlp_targets: ClassVar[tuple[str, ...]]
+    mlp_targets: tuple[str, ...]
     """Suffixes of the MLP Linear modules."""
     default_max_sequence_length: ClassVar[int]
     """Prompt tokens, when the caller gives no number (the stock pipeline's default)."""
-    size_multiple: int = 16
-    """Height and width must be multiples of this many pixels."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = None if folder is None else Path(folder)
@@ -58,11 +56,11 @@ class ModelSpec(ABC):
 
     def _read(self, name: str) -> Mapping[str, Any]:
         file = None if self.folder is None else self.folder / name
-        return json.loads(file.read_text()) if file is not None and file.is_file() else {}
+        return read_json(file) if file is not None and file.is_file() else {}
 
     @property
     def lora_targets(self) -> tuple[str, ...]:
-        """All attention and MLP Linear modules: the default of a LoRA here."""
+        """All attention and MLP Linear modules of the blocks: the default of a LoRA here."""
         return self.attention_targets + self.mlp_targets
 
     # ------------------------------------------------------------------ loading
@@ -71,20 +69,41 @@ class ModelSpec(ABC):
         self, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> nn.Module:
         """The transformer of a pipeline folder, in eval mode, with gradients on (freezing is the caller's choice)."""
-        return self._load(self.transformer_class, path, "transformer", dtype, device)
+        folder = component(path, "transformer", "config.json")
+        return load_diffusers(self.transformer_class, folder, dtype, device)
+
+    def empty_transformer(self, path: str | Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """The transformer with its parameters on the meta device and its tables (buffers, rotary angles) real.
+
+        For loading shard by shard, from the files in `transformer_folders`.
+        """
+        import accelerate
+        import diffusers
+
+        folder = component(path, "transformer", "config.json")
+        kind = getattr(diffusers, self.transformer_class)
+        with accelerate.init_empty_weights(include_buffers=False):
+            model = kind.from_config(kind.load_config(folder))
+        return model.to(dtype).eval()
+
+    def transformer_folders(self, path: str | Path) -> dict[str, Path]:
+        """Where the weights of `load_transformer`'s module lie: parameter-name prefix to folder of safetensors."""
+        return {"": component(path, "transformer", "config.json")}
 
     def load_vae(
         self, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> nn.Module:
         """The autoencoder of a pipeline folder, in eval mode and frozen."""
-        return self._load(self.vae_class, path, "vae", dtype, device).requires_grad_(False)
+        return load_diffusers(self.vae_class, component(path, "vae", "config.json"), dtype, device).requires_grad_(
+            False
+        )
 
     def load_scheduler(self, path: str | Path) -> Any:
         """The scheduler of a pipeline folder, of the class that its config names."""
         import diffusers
 
         folder = component(path, "scheduler", "scheduler_config.json")
-        name = json.loads((folder / "scheduler_config.json").read_text()).get("_class_name", "")
+        name = str(read_json(folder / "scheduler_config.json").get("_class_name"))
         if not hasattr(diffusers, name):
             raise SpecError(f"{str(folder)!r} names the scheduler {name!r}, which diffusers does not have.")
         return getattr(diffusers, name).from_pretrained(folder)
@@ -94,17 +113,6 @@ class ModelSpec(ABC):
         self, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> PromptEncoder:
         """The text encoder(s) and tokenizer(s) of a pipeline folder, frozen, behind a cache."""
-
-    @staticmethod
-    def _load(class_name: str, path: str | Path, part: str, dtype: torch.dtype, device: torch.device | str) -> Any:
-        import diffusers
-
-        folder = component(path, part, "config.json")
-        try:
-            model = getattr(diffusers, class_name).from_pretrained(folder, torch_dtype=dtype)
-        except OSError as error:
-            raise SpecError(f"Cannot load {class_name} from {str(folder)!r}: {error}") from error
-        return model.to(device).eval()
 
     # ------------------------------------------------------------------ shapes and schedule
 
@@ -117,6 +125,11 @@ class ModelSpec(ABC):
     @abstractmethod
     def latent_channels(self) -> int:
         """Channels of the latent before packing."""
+
+    @property
+    def size_multiple(self) -> int:
+        """Height and width must be multiples of this many pixels: two latent cells, one patch."""
+        return 2 * self.vae_factor
 
     @abstractmethod
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
@@ -181,7 +194,7 @@ class ModelSpec(ABC):
             cond: the prompts, one row per sample or one for all.
             negative: the negative prompts; used when `true_cfg_scale` asks for guidance.
             true_cfg_scale: weight w of classifier-free guidance, negative + w * (positive - negative); 1 is off, and
-                costs one forward instead of two.
+                costs one prediction instead of two.
             guidance_scale: the number fed into networks that were distilled with guidance (FLUX.1-dev), else None.
             height, width: pixels; num_frames: frames of the video, 1 for images.
 
@@ -196,6 +209,25 @@ class ModelSpec(ABC):
     def decode(self, vae: nn.Module, latents: Tensor, *, height: int, width: int, num_frames: int = 1) -> Tensor:
         """Clean latents [B, ...] to pixels: uint8 [B, 3, H, W], or [B, T, 3, H, W] for video. No gradient."""
 
+    def flops(
+        self,
+        config: Mapping[str, Any],
+        batch: int,
+        height: int,
+        width: int,
+        num_frames: int = 1,
+        *,
+        text_tokens: int,
+    ) -> float:
+        """Operations of one forward of the transformer (one prediction: double it under true guidance).
+
+        Args:
+            config: the transformer's config, `transformer.config` or the content of its config.json. Fields that are
+                missing take the published full-size model's value.
+            batch: samples; height, width, num_frames: pixels and frames; text_tokens: prompt tokens with padding.
+        """
+        raise SpecError(f"{self.name} has no count of operations: implement `flops` in {type(self).__name__}.")
+
     # ------------------------------------------------------------------ helpers for subclasses
 
     def guiding_prompts(self, negative: PromptEmbeds | None, true_cfg_scale: float) -> PromptEmbeds | None:
@@ -209,60 +241,8 @@ class ModelSpec(ABC):
             )
         return negative
 
-
-def component(path: str | Path, part: str, config: str) -> Path:
-    """The subfolder `part` of a pipeline folder; SpecError when the folder, its index or the part is missing."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise SpecError(f"There is no folder {str(path)!r}: give the path of a diffusers pipeline folder.")
-    if not (folder / "model_index.json").is_file():
-        raise SpecError(
-            f"{str(path)!r} has no model_index.json, so it is no diffusers pipeline folder: save one with "
-            "`pipeline.save_pretrained(folder)` and give that folder, not one of its parts."
-        )
-    if not (folder / part / config).is_file():
-        parts = sorted(child.name for child in folder.iterdir() if child.is_dir())
-        raise SpecError(f"{str(path)!r} has no {part}/{config}; its parts are {parts}.")
-    return folder / part
-
-
-def compute_dtype(transformer: nn.Module) -> torch.dtype:
-    """Dtype of the base weights. Adapters (often kept in fp32 beside a bf16 base) do not count."""
-    for name, parameter in transformer.named_parameters():
-        if "lora_" not in name and parameter.is_floating_point():
-            return parameter.dtype
-    return torch.float32
-
-
-def dynamic_shift(scheduler: Any, tokens: int) -> float:
-    """The `mu` of resolution-dependent shifting: linear in the number of image tokens between two anchor points.
-
-    Defaults are those of the FLUX and Qwen-Image pipelines in diffusers 0.40 (256 tokens: 0.5, 4096 tokens: 1.15).
-    """
-    config = scheduler.config
-    low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-    base, top = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
-    slope = (top - base) / (high - low)
-    return tokens * slope + (base - slope * low)
-
-
-def linear_sigmas(num_steps: int) -> list[float]:
-    """1, ..., 1/K: the grid before shifting that the Qwen-Image and FLUX pipelines hand to their scheduler."""
-    if num_steps < 1:
-        raise SpecError(f"num_steps={num_steps!r} must be at least 1.")
-    last = 1.0 / num_steps
-    if num_steps == 1:
-        return [1.0]
-    step = (last - 1.0) / (num_steps - 1)
-    return [1.0 + i * step for i in range(num_steps - 1)] + [last]
-
-
-def timestep_of(sigma: Tensor) -> Tensor:
-    """sigma through the stock pipelines' detour over 0..1000, so that the rounding is theirs."""
-    return sigma.float() * 1000.0 / 1000.0
-
-
-def split_batch(latents: Tensor, pixels_per_sample: int) -> Sequence[Tensor]:
-    """Cut a batch for decoding, so that memory stays flat: by 4 million pixels, on a CPU by what its caches like."""
-    budget = 32 * 1024 if latents.device.type == "cpu" else 4 * 1024 * 1024
-    return latents.split(max(1, budget // max(1, pixels_per_sample)))
+    def pooled_of(self, prompts: PromptEmbeds) -> Tensor:
+        """The pooled vectors [B, C], or SpecError for an architecture that cannot do without."""
+        if prompts.pooled is None:
+            raise SpecError(f"{self.name} needs pooled prompt vectors: encode the prompts with spec.load_encoder(...).")
+        return prompts.pooled

@@ -156,7 +156,7 @@ class PromptEncoder(ABC):
         device: where the models are put and the embeddings returned.
         max_sequence_length: the architecture's default, in tokens.
         limit: the largest `max_sequence_length` that the architecture accepts.
-        cache_size: prompts kept.
+        cache_bytes: memory that the cache may take; the prompts in use longest ago go first.
     """
 
     def __init__(
@@ -166,14 +166,15 @@ class PromptEncoder(ABC):
         *,
         max_sequence_length: int,
         limit: int,
-        cache_size: int = 4096,
+        cache_bytes: int = 2 * 1024**3,
     ) -> None:
         self._load = load
         self._parts: Any = load()
         self.device = torch.device(device)
         self.max_sequence_length = max_sequence_length
         self.limit = limit
-        self.cache_size = cache_size
+        self.cache_bytes = cache_bytes
+        self._cached = 0
         self._cache: OrderedDict[tuple[str, int], tuple[Tensor, Tensor | None]] = OrderedDict()
 
     @property
@@ -226,15 +227,20 @@ class PromptEncoder(ABC):
         if key not in self._cache:
             with torch.no_grad():
                 embeds, pooled = self._encode_one(prompt, length)
-            self._cache[key] = (embeds.cpu(), None if pooled is None else pooled.cpu())
-            while len(self._cache) > self.cache_size:
-                self._cache.popitem(last=False)
+            self._cache[key] = row = (embeds.cpu(), None if pooled is None else pooled.cpu())
+            self._cached += _bytes(row)
+            while self._cached > self.cache_bytes and len(self._cache) > 1:
+                self._cached -= _bytes(self._cache.popitem(last=False)[1])
         self._cache.move_to_end(key)
         return self._cache[key]
 
     @abstractmethod
     def _encode_one(self, prompt: str, max_sequence_length: int) -> tuple[Tensor, Tensor | None]:
         """Embed one prompt: ([s, C], pooled [C'] or None), s at most `max_sequence_length` plus fixed parts."""
+
+
+def _bytes(row: tuple[Tensor, Tensor | None]) -> int:
+    return sum(tensor.nbytes for tensor in row if tensor is not None)
 
 
 def check_length(prompt: str, count: int, max_sequence_length: int, tokenizer: str = "") -> None:

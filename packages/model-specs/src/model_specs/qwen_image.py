@@ -6,24 +6,27 @@ Latents are packed: [B, S, 64] with S = (H/16) * (W/16) image tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from model_specs.base import (
-    ModelSpec,
-    component,
+from model_specs import flops
+from model_specs.base import ModelSpec
+from model_specs.common import (
     compute_dtype,
     dynamic_shift,
     linear_sigmas,
     split_batch,
     timestep_of,
+    to_uint8,
+    unpack,
 )
 from model_specs.embeddings import PromptEmbeds, PromptEncoder, check_length
 from model_specs.errors import SpecError
-from model_specs.pixels import to_uint8
+from model_specs.folders import load_part
 from model_specs.registry import register
 from model_specs.single_frame import single_frame_convolutions
 
@@ -50,10 +53,6 @@ class QwenImageSpec(ModelSpec):
     mlp_targets = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
     default_max_sequence_length = 512
 
-    def __init__(self, folder: str | Path | None = None) -> None:
-        super().__init__(folder)
-        self.size_multiple = 2 * self.vae_factor
-
     @property
     def vae_factor(self) -> int:
         return 2 ** len(self.vae_config.get("temperal_downsample", (False, True, True)))
@@ -69,15 +68,8 @@ class QwenImageSpec(ModelSpec):
     def load_encoder(
         self, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> PromptEncoder:
-        component(path, "text_encoder", "config.json")
-        component(path, "tokenizer", "tokenizer_config.json")
-
         def load() -> tuple[Any, nn.Module]:
-            from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
-
-            tokenizer = Qwen2Tokenizer.from_pretrained(Path(path) / "tokenizer")
-            model = Qwen2_5_VLForConditionalGeneration.from_pretrained(Path(path) / "text_encoder", dtype=dtype)
-            return tokenizer, model.to(device).eval().requires_grad_(False)
+            return load_part(path, "tokenizer", dtype, device), load_part(path, "text_encoder", dtype, device)
 
         return QwenImageEncoder(load, device, max_sequence_length=self.default_max_sequence_length, limit=1024)
 
@@ -109,7 +101,7 @@ class QwenImageSpec(ModelSpec):
             if guidance_scale is None:
                 raise SpecError("This Qwen-Image network was distilled with guidance: give guidance_scale.")
             guidance = torch.full((batch,), guidance_scale, device=latents.device, dtype=torch.float32)
-        x_BSC, timestep = latents.to(dtype), timestep_of(sigma)
+        x_BSC, timestep = latents.to(dtype), timestep_of(sigma) / 1000
 
         def predict(prompts: PromptEmbeds) -> Tensor:
             prompts = prompts.expand(batch)
@@ -147,6 +139,28 @@ class QwenImageSpec(ModelSpec):
             pictures.append(to_uint8(decode_frame(vae, z_BCTHW / inverse + mean)))
         return torch.cat(pictures)
 
+    def flops(
+        self,
+        config: Mapping[str, Any],
+        batch: int,
+        height: int,
+        width: int,
+        num_frames: int = 1,
+        *,
+        text_tokens: int,
+    ) -> float:
+        S, _ = self.latent_shape(height, width, num_frames)
+        D = config.get("num_attention_heads", 24) * config.get("attention_head_dim", 128)
+        patch = config.get("patch_size", 2) ** 2 * (config.get("out_channels", 16) or config.get("in_channels", 64))
+        both = batch * (S + text_tokens)
+        block = 2 * flops.linear(batch, D, 6 * D)  # modulation of the two streams
+        block += flops.linear(both, D, 4 * D) + flops.attention(batch, S + text_tokens, S + text_tokens, D)
+        block += 2 * flops.linear(both, D, 4 * D)  # MLPs
+        ends = flops.linear(batch, 256, D) + flops.linear(batch, D, D) + flops.linear(batch, D, 2 * D)
+        ends += flops.linear(batch * S, config.get("in_channels", 64), D) + flops.linear(batch * S, D, patch)
+        ends += flops.linear(batch * text_tokens, config.get("joint_attention_dim", 3584), D)
+        return config.get("num_layers", 60) * block + ends
+
 
 class QwenImageEncoder(PromptEncoder):
     """Qwen2.5-VL's last hidden state of the user's turn, the template's first 34 tokens dropped."""
@@ -158,19 +172,6 @@ class QwenImageEncoder(PromptEncoder):
         # The inner model spares the language head, whose logits nobody reads.
         hidden = model.model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
         return hidden[0, TEMPLATE_TOKENS:], None
-
-
-def pack(latents: Tensor) -> Tensor:
-    """[B, C, H, W] to [B, H/2 * W/2, 4C]: every 2x2 patch becomes one token."""
-    B, C, H, W = latents.shape
-    return latents.view(B, C, H // 2, 2, W // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, H * W // 4, C * 4)
-
-
-def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
-    """The inverse of `pack`; height and width of the latent."""
-    B, _, C = tokens.shape
-    x = tokens.view(B, height // 2, width // 2, C // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return x.reshape(B, C // 4, height, width)
 
 
 def decode_frame(vae: Any, z: Tensor) -> Tensor:

@@ -6,12 +6,12 @@ Third parties add one through the entry-point group `model_specs`: the entry's v
 from __future__ import annotations
 
 import difflib
-import json
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from model_specs.base import ModelSpec, component
+from model_specs.base import ModelSpec
 from model_specs.errors import SpecError, UnknownArchitectureError
+from model_specs.folders import component, read_json
 
 ENTRY_POINT_GROUP = "model_specs"
 _BY_NAME: dict[str, type[ModelSpec]] = {}
@@ -59,11 +59,9 @@ def get_spec_for(path: str | Path) -> ModelSpec:
     """
     folder = component(path, ".", "model_index.json")
     file = folder / "model_index.json"
-    try:
-        index = json.loads(file.read_text())
-        name = index["_class_name"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise SpecError(f"{str(file)!r} names no pipeline class ({error}): it must hold `_class_name`.") from error
+    name = read_json(file).get("_class_name")
+    if not isinstance(name, str):
+        raise SpecError(f"{str(file)!r} names no pipeline class: its `_class_name` is {name!r}.")
     return find(name)(folder)
 
 

@@ -1,0 +1,78 @@
+"""Small arithmetic that several architectures share: dtypes, sigma grids, guidance, packing, decoding in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model_specs.errors import SpecError
+
+
+def compute_dtype(transformer: nn.Module) -> torch.dtype:
+    """Dtype of the base weights.
+
+    Adapters (often fp32 beside a bf16 base) and what the architecture keeps in fp32 on purpose do not count.
+    """
+    kept = tuple(getattr(transformer, "_keep_in_fp32_modules", None) or ())
+    for name, parameter in transformer.named_parameters():
+        if parameter.is_floating_point() and "lora_" not in name and not any(part in name for part in kept):
+            return parameter.dtype
+    return torch.float32
+
+
+def dynamic_shift(scheduler: Any, tokens: int) -> float:
+    """The `mu` of resolution-dependent shifting: linear in the number of image tokens between two anchor points.
+
+    Defaults are those of the FLUX and Qwen-Image pipelines in diffusers 0.40 (256 tokens: 0.5, 4096 tokens: 1.15).
+    """
+    config = scheduler.config
+    low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    base, top = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    slope = (top - base) / (high - low)
+    return tokens * slope + (base - slope * low)
+
+
+def linear_sigmas(num_steps: int) -> list[float]:
+    """1, ..., 1/K: the grid before shifting that the Qwen-Image and FLUX pipelines hand to their scheduler."""
+    if num_steps < 1:
+        raise SpecError(f"num_steps={num_steps!r} must be at least 1.")
+    if num_steps == 1:
+        return [1.0]
+    last = 1.0 / num_steps
+    step = (last - 1.0) / (num_steps - 1)
+    return [1.0 + i * step for i in range(num_steps - 1)] + [last]
+
+
+def timestep_of(sigma: Tensor) -> Tensor:
+    """sigma [B] on the schedulers' scale 0..1000, in fp32: the number that the stock pipelines go by."""
+    return sigma.float() * 1000.0
+
+
+def pack(latents: Tensor) -> Tensor:
+    """[B, C, H, W] to [B, H/2 * W/2, 4C]: every 2x2 patch becomes one token."""
+    B, C, H, W = latents.shape
+    return latents.view(B, C, H // 2, 2, W // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, H * W // 4, C * 4)
+
+
+def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
+    """The inverse of `pack`; height and width of the latent."""
+    B, _, C = tokens.shape
+    x = tokens.view(B, height // 2, width // 2, C // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return x.reshape(B, C // 4, height, width)
+
+
+def to_uint8(image: Tensor) -> Tensor:
+    """[-1, 1] to 0..255 with the rounding of diffusers' `output_type="pil"`.
+
+    Clamped in the given dtype, then scaled and rounded half to even in fp32. Any shape.
+    """
+    return image.mul(0.5).add_(0.5).clamp_(0, 1).float().mul_(255).round_().to(torch.uint8)
+
+
+def split_batch(latents: Tensor, pixels_per_sample: int) -> Sequence[Tensor]:
+    """Cut a batch for decoding, so that memory stays flat: by 4 million pixels, on a CPU by what its caches like."""
+    budget = 32 * 1024 if latents.device.type == "cpu" else 4 * 1024 * 1024
+    return latents.split(max(1, budget // max(1, pixels_per_sample)))
