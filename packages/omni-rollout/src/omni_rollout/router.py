@@ -45,7 +45,7 @@ class Router:
         self._restarts: dict[int, asyncio.Task[None]] = {}
         self.last_restart_error = ""
         self._open = True
-        self._changed = asyncio.Event()
+        self._waiters: list[asyncio.Future[None]] = []
 
     async def generate(self, request: GenerationRequest) -> DiffusionOutput:
         """One sample, from whichever replica can give it.
@@ -130,11 +130,20 @@ class Router:
                     why = f" Last restart: {self.last_restart_error}." if self.last_restart_error else ""
                     raise ReplicaDeadError(f"no replica is left: all are dead and none is being started again.{why}")
                 self.counts["waited"] += 1
-            self._changed.clear()
-            await self._changed.wait()
+            await self._change()
+
+    async def _change(self) -> None:
+        """Wait until anything about load, life or admission changes."""
+        # Futures, not an asyncio.Event: a driver may call asyncio.run once per training step, each with its own loop.
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
 
     def _wake(self) -> None:
-        self._changed.set()
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done() and not waiter.get_loop().is_closed():
+                waiter.set_result(None)
 
     # ---------------------------------------------------------------------------------- replicas coming and going
 
@@ -182,8 +191,7 @@ class Router:
         try:
             async with asyncio.timeout(timeout_s):
                 while any(self._load):
-                    self._changed.clear()
-                    await self._changed.wait()
+                    await self._change()
         except TimeoutError as error:
             raise LifecycleError(f"{sum(self._load)} requests are still in flight after {timeout_s} s.") from error
 

@@ -38,17 +38,17 @@ def window_steps(algo: DiffusionRolloutAlgoConfig, num_steps: int, training_step
         raise RolloutConfigError(
             f"algo.sde_window_size={size!r} does not fit into steps {first}..{end - 1}: use at most {end - first}."
         )
-    turn = training_step // algo.iters_per_group
-    places = end - first - size + 1
-    if algo.sample_strategy == "fixed":
-        start = first
-    elif algo.sample_strategy == "progressive":
-        start = first + min(turn * max(size, 1), places - 1)
-    else:
-        from sde_samplers import random_window
+    if size == 0:
+        return ()
+    from sde_samplers import windows
 
-        return tuple(random_window(size, first, end, seed=algo.sde_window_seed, step=turn))
-    return tuple(range(start, start + size))
+    if algo.sample_strategy == "fixed":
+        return windows.Fixed(range(first, first + size)).steps(training_step)
+    if algo.sample_strategy == "random":
+        drawn = windows.Random(size, (first, end), seed=algo.sde_window_seed, period=algo.iters_per_group)
+        return drawn.steps(training_step)
+    moving = windows.Progressive(size, (first, end), period=algo.iters_per_group, stride=size, at_end="clamp")
+    return moving.steps(training_step)
 
 
 def resolve_sampling(

@@ -1,0 +1,79 @@
+"""The configuration: defaults, aliases, refusals, and use without torch and as an OmegaConf schema."""
+
+import subprocess
+import sys
+
+import pytest
+from omni_rollout.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, DiffusionRolloutConfig
+from omni_rollout.errors import RolloutConfigError
+from omni_rollout.sampling import resolve_sampling, window_steps
+
+
+def test_config_imports_without_torch_or_anything_heavy():
+    code = (
+        "import sys, omni_rollout, omni_rollout.config; print([m for m in ('torch','numpy','ray') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_structured_config_accepts_overrides_and_refuses_unknown_keys():
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    schema = OmegaConf.structured(DiffusionRolloutConfig)
+    merged = OmegaConf.merge(schema, {"algo": {"sde_type": "cps", "sde_window_range": [0, 3]}, "n": 4})
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, DiffusionRolloutConfig)
+    assert (config.algo.kind, config.n, config.val_kwargs.algo.kind) == ("flow_cps", 4, "ode")
+    with pytest.raises(OmegaConfBaseException, match="nonsense"):
+        OmegaConf.merge(schema, {"nonsense": 1})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DiffusionRolloutConfig(backend="sglang"), "rollout.backend='sglang'.*diffusers"),
+        (lambda: DiffusionRolloutConfig(max_batch_size=0), "max_batch_size=0.*at least 1"),
+        (lambda: DiffusionRolloutAlgoConfig(sde_type="euler_a"), "sde_type='euler_a'.*flow_sde"),
+        (lambda: DiffusionRolloutAlgoConfig(sde_window_size=3, sde_window_range=[0, 2]), "at most 2"),
+        (lambda: DiffusionRolloutAlgoConfig(sde_window_range=[2, 2]), "first < end"),
+        (lambda: DiffusionRolloutAlgoConfig(noise_level=-1), "noise_level=-1"),
+        (lambda: DiffusionPipelineConfig(num_inference_steps=0), "num_inference_steps=0"),
+    ],
+)
+def test_bad_values_are_named(make, words):
+    with pytest.raises(RolloutConfigError, match=words):
+        make()
+
+
+def test_windows_depend_on_seed_and_training_step_only():
+    algo = DiffusionRolloutAlgoConfig(sde_window_size=2, sde_window_range=[0, 5], iters_per_group=2, sde_window_seed=3)
+    windows = [window_steps(algo, 6, step) for step in range(40)]
+    assert windows == [window_steps(algo, 6, step) for step in range(40)]
+    assert all(windows[i] == windows[i + 1] for i in range(0, 40, 2))
+    assert {w[0] for w in windows} == {0, 1, 2, 3}
+    assert all(w[1] == w[0] + 1 for w in windows)
+
+
+def test_fixed_progressive_and_default_windows():
+    fixed = DiffusionRolloutAlgoConfig(sde_window_size=2, sample_strategy="fixed")
+    assert window_steps(fixed, 6, 9) == (0, 1)
+    moving = DiffusionRolloutAlgoConfig(sde_window_size=2, sample_strategy="progressive", sde_window_range=[1, 6])
+    assert [window_steps(moving, 6, step) for step in range(4)] == [(1, 2), (3, 4), (4, 5), (4, 5)]
+    assert window_steps(DiffusionRolloutAlgoConfig(), 6) == (0, 1, 2, 3, 4)  # never the last step
+    assert window_steps(DiffusionRolloutAlgoConfig(noise_level=0), 6) == ()
+    assert window_steps(DiffusionRolloutAlgoConfig(sde_window_size=0), 6) == ()
+    with pytest.raises(RolloutConfigError, match="does not fit"):
+        window_steps(DiffusionRolloutAlgoConfig(sde_window_range=[0, 7]), 6)
+
+
+def test_resolved_sampling_uses_validation_values_and_overrides():
+    config = DiffusionRolloutConfig(pipeline=DiffusionPipelineConfig(num_inference_steps=6))
+    config.val_kwargs.pipeline.num_inference_steps = 28
+    train, val = resolve_sampling(config), resolve_sampling(config, validate=True)
+    assert (train["num_inference_steps"], train["kind"], train["return_trajectory"]) == (6, "flow_sde", True)
+    assert (val["num_inference_steps"], val["kind"], val["window"], val["return_trajectory"]) == (28, "ode", (), False)
+    assert resolve_sampling(config, {"window": (2,), "noise_level": 0.3})["window"] == (2,)
+    assert resolve_sampling(config, {"kind": "ode"})["window"] == ()
+    with pytest.raises(RolloutConfigError, match="heigth"):
+        resolve_sampling(config, {"heigth": 3})
