@@ -1,0 +1,182 @@
+"""Every step is linear: `mean = scale_x * x + scale_v * v`, `x_u = mean + std * z`. This file holds the three numbers.
+
+Notation: one reverse step t -> u with u < t, h = t - u; v is the velocity (target e - x0); x̂0 = x - t v, ê = x + (1-t) v;
+s is the instantaneous std of an SDE and S = s √h (or as given) the TOTAL std of the step; η the noise level.
+
+    ode        x - h v
+    flow_sde   s² = η² t / (1 - t̄), t̄ = t but sigma_cap where t is exactly 1. Flow-GRPO, arXiv 2505.05470, Eq. 29
+    dance_sde  s = η. DanceGRPO, arXiv 2505.07818
+    wan_sde    s = sigma_cap * t, no η. flow_grpo's Wan pipeline, for a schedule that ends at 0
+               all three: mean = x - h [v + s²/(2t) (x + (1-t) v)], which keeps the marginals of the ODE
+    flow_cps   S = u sin(ηπ/2), mean = (1-u) x̂0 + √(u²-S²) ê. arXiv 2509.05952
+    ddim       S = η u √(1 - u²(1-t)² / (t²(1-u)²)), mean as in flow_cps. DiffusionNFT, arXiv 2509.16117, Eq. 16
+
+Coefficients are float64 until they meet the latents, and use only + - * / and square roots of sigmas, which IEEE rounds
+the same way everywhere: a number per batch and a tensor per sample give the same bits, on any device.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import SamplerError
+from .types import KINDS, Kind
+
+Scalar = float | Tensor
+"""One number for the batch, or a float64 tensor [B]."""
+
+
+class StepCoefficients(NamedTuple):
+    """`mean = scale_x * x + scale_v * v`, total std `std`; each a float or a float64 tensor [B]."""
+
+    scale_x: Scalar
+    scale_v: Scalar
+    std: Scalar
+
+
+def step_coefficients(
+    kind: Kind,
+    sigma: float | Tensor,
+    sigma_next: float | Tensor,
+    noise_level: float,
+    sigma_cap: float | Tensor | None = None,
+    *,
+    batch: int | None = None,
+) -> StepCoefficients:
+    """The coefficients of one step.
+
+    Args:
+        kind: see the top of this file.
+        sigma, sigma_next: a number, or a tensor with one value per sample [B].
+        noise_level: η >= 0; inside [0, 1] for flow_cps and ddim; unused by ode and wan_sde.
+        sigma_cap: the schedule's second entry. Flow-SDE uses it only where sigma is exactly 1, and takes sigma_next
+            when it is None (at the first step they are the same); wan_sde needs it at every step.
+        batch: B, checked against the tensors when given.
+
+    Raises:
+        SamplerError: unknown kind, noise level out of range, sigmas outside 0 <= sigma_next < sigma <= 1 (values on an
+            accelerator are not read back and so not checked), wan_sde without sigma_cap.
+    """
+    if kind not in KINDS:
+        raise SamplerError(f"kind={kind!r} is unknown; choose one of {', '.join(KINDS)}")
+    eta = _check_noise_level(kind, noise_level)
+    t = as_scalar(sigma, "sigma", batch)
+    u = as_scalar(sigma_next, "sigma_next", batch)
+    cap = None if sigma_cap is None else as_scalar(sigma_cap, "sigma_cap", batch)
+    _check_order(t, u)
+    h = t - u
+
+    if kind == "wan_sde":
+        if cap is None:
+            raise SamplerError(
+                "kind='wan_sde' scales its std by the schedule's second entry at every step, but sigma_cap=None; "
+                "pass sigma_cap=schedule.sigma_cap"
+            )
+        return _marginal_keeping(t, h, half_rate=cap * cap * t / 2, variance=cap * cap * t * t)
+    if kind == "ode" or eta == 0.0:
+        return StepCoefficients(1.0, -h, 0.0)
+    if kind == "dance_sde":
+        return _marginal_keeping(t, h, half_rate=eta * eta / (2 * t), variance=eta * eta)
+    if kind == "flow_sde":
+        gap = _gap_to_one(t, u if cap is None else cap)
+        return _marginal_keeping(t, h, half_rate=eta * eta / (2 * gap), variance=eta * eta * t / gap)
+    if kind == "flow_cps":
+        std = u * math.sin(eta * math.pi / 2)
+        keep = u * (0.0 if eta == 1.0 else math.cos(eta * math.pi / 2))  # √(u² - S²) without the cancellation
+    else:
+        ratio = u * (1 - t) / (t * (1 - u))
+        std = eta * u * _sqrt(1 - ratio * ratio)
+        keep = _sqrt(u * u - std * std)
+    return StepCoefficients((1 - u) + keep, (1 - t) * keep - t * (1 - u), std)
+
+
+def as_scalar(value: float | Tensor, name: str, batch: int | None = None) -> Scalar:
+    """A float for a number (or a one-element CPU tensor), a float64 tensor [B] for one value per sample.
+
+    A tensor may carry trailing ones ([B, 1, 1]). A one-element tensor on an accelerator stays a tensor [1], so that
+    nothing waits for the device.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and value.device.type == "cpu":
+            return float(value)
+        if value.numel() != 1 and batch is not None and value.numel() != batch:
+            raise SamplerError(
+                f"{name} has shape {list(value.shape)} for a batch of {batch}; pass a number or one value per sample [B]"
+            )
+        if value.ndim > 1 and value.shape[0] != value.numel():
+            raise SamplerError(f"{name} has shape {list(value.shape)}; pass a number or one value per sample [B]")
+        return value.detach().reshape(-1).to(torch.float64)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise SamplerError(f"{name}={value!r} must be a number or a tensor with one value per sample [B]") from None
+
+
+def _marginal_keeping(t: Scalar, h: Scalar, half_rate: Scalar, variance: Scalar) -> StepCoefficients:
+    """`half_rate` is s²/(2t): it multiplies (x + (1-t) v), which is -t times the score."""
+    return StepCoefficients(1 - h * half_rate, -h * (1 + half_rate * (1 - t)), _sqrt(variance * h))
+
+
+def _gap_to_one(t: Scalar, cap: Scalar) -> Scalar:
+    """1 - t, and 1 - cap where t is exactly 1."""
+    if isinstance(t, Tensor) or isinstance(cap, Tensor):
+        like = t if isinstance(t, Tensor) else cap
+        assert isinstance(like, Tensor)
+        t_ = torch.as_tensor(t, dtype=torch.float64, device=like.device)
+        cap_ = torch.as_tensor(cap, dtype=torch.float64, device=like.device)
+        gap: Scalar = torch.where(t_ == 1, 1 - cap_, 1 - t_)
+        bad = _on_host(gap) and bool((gap <= 0).any())
+    else:
+        gap = 1 - (cap if t == 1 else t)
+        bad = gap <= 0
+    if bad:
+        raise SamplerError(
+            f"sigma_cap={cap!r} replaces sigma = 1 in Flow-SDE's std and must be below 1; pass schedule.sigma_cap"
+        )
+    return gap
+
+
+def _sqrt(value: Scalar) -> Scalar:
+    # Arguments are squares or differences that are >= 0 up to rounding.
+    return torch.sqrt(torch.clamp(value, min=0)) if isinstance(value, Tensor) else math.sqrt(max(value, 0.0))
+
+
+def _check_noise_level(kind: Kind, noise_level: float) -> float:
+    try:
+        eta = float(noise_level)
+    except (TypeError, ValueError):
+        raise SamplerError(f"noise_level={noise_level!r} must be a number (the noise level η)") from None
+    if not math.isfinite(eta) or eta < 0:
+        raise SamplerError(f"noise_level={noise_level!r} must be finite and not negative")
+    if kind in ("flow_cps", "ddim") and eta > 1:
+        raise SamplerError(
+            f"noise_level={noise_level!r} with kind={kind!r} must lie in [0, 1]: 1 already replaces all noise"
+        )
+    return eta
+
+
+def _check_order(t: Scalar, u: Scalar) -> None:
+    if not (_on_host(t) and _on_host(u)):
+        return
+    if isinstance(t, float) and isinstance(u, float):
+        good = 0.0 <= u < t <= 1.0
+    else:
+        t_, u_ = torch.as_tensor(t, dtype=torch.float64), torch.as_tensor(u, dtype=torch.float64)
+        good = bool(((u_ >= 0) & (u_ < t_) & (t_ <= 1)).all())
+    if not good:
+        raise SamplerError(
+            f"a step needs 0 <= sigma_next < sigma <= 1, got sigma={_show(t)} and sigma_next={_show(u)}; "
+            "sigmas are noise levels (timestep / 1000) and decrease"
+        )
+
+
+def _on_host(value: Scalar) -> bool:
+    return not isinstance(value, Tensor) or value.device.type == "cpu"
+
+
+def _show(value: Scalar) -> str:
+    return repr(value.tolist() if isinstance(value, Tensor) else value)

@@ -1,0 +1,70 @@
+"""Log-probability of a transition, as the MEAN over latent elements (every public trainer means, none sums).
+
+Forms, by name:
+    density               ⟨-(x_u - mean)² / (2 S²) - ln S - ½ ln 2π⟩   default of the SDE kinds and ddim
+    density_no_constants  ⟨-(x_u - mean)² / (2 S²)⟩                    the same ratios, as MixGRPO's Dance step has it
+    squared_error         ⟨-(x_u - mean)²⟩                             default of flow_cps, after the paper's code
+
+`squared_error` is no density: its "ratios" are tempered by 2 S², and a clip range does not carry over from the others.
+A sample whose S is 0 has no density; under the first two forms its entry is exactly 0, without a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .coefficients import Scalar
+from .errors import SamplerError
+from .types import LOG_PROB_FORMS, Kind, LogProbForm
+
+HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
+
+
+def default_form(kind: Kind) -> LogProbForm:
+    return "squared_error" if kind == "flow_cps" else "density"
+
+
+def check_form(form: str | None, kind: Kind) -> LogProbForm:
+    """The form to use: the kind's default for None."""
+    if form is None:
+        return default_form(kind)
+    for known in LOG_PROB_FORMS:
+        if form == known:
+            return known
+    raise SamplerError(
+        f"log_prob_form={form!r} is unknown; choose one of {', '.join(LOG_PROB_FORMS)}, or None for the kind's own"
+    )
+
+
+def log_prob_terms(std: Scalar, elements: int, form: LogProbForm) -> tuple[Scalar, Scalar]:
+    """(offset, weight) with `log_prob = offset - weight * Σ (x_u - mean)²`, the sum over one sample's elements."""
+    if form == "squared_error":
+        return 0.0, 1.0 / elements
+    if isinstance(std, Tensor):
+        noisy = std > 0
+        safe = torch.where(noisy, std, torch.ones_like(std))
+        weight = torch.where(noisy, 1 / (2 * elements * safe * safe), torch.zeros_like(std))
+        offset = torch.zeros_like(std)
+        if form == "density":
+            offset = torch.where(noisy, -torch.log(safe) - HALF_LOG_TWO_PI, offset)
+        return offset, weight
+    if std <= 0:
+        return 0.0, 0.0
+    offset_number = -math.log(std) - HALF_LOG_TWO_PI if form == "density" else 0.0
+    return offset_number, 1 / (2 * elements * std * std)
+
+
+def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor | float, *, form: LogProbForm = "density") -> Tensor:
+    """[B] fp32 log-prob of `x` [B, ...] under N(mean, std² I); `std` a number or [B], gradient through every argument.
+
+    For losses that rebuild a log-prob from stored means; `sde_step` computes its own.
+    """
+    difference = (x.float() - mean.float()).flatten(1)
+    if form == "squared_error":
+        return -difference.square().mean(dim=1)
+    std_ = torch.as_tensor(std, dtype=torch.float32, device=x.device).reshape(-1)
+    log_prob = -difference.square().mean(dim=1) / (2 * std_.square())
+    return log_prob - std_.log() - HALF_LOG_TWO_PI if form == "density" else log_prob

@@ -1,0 +1,231 @@
+"""Sampling: noise to clean latents through any `velocity_fn(x, sigma)`, keeping the steps that will be trained.
+
+Steps of the window are stochastic (`kind`, `noise_level`); all others follow the ODE. The window is shared by the batch
+or differs per sample. Mixed windows as in MixGRPO, arXiv 2507.21802; its Flash tail is `flash.flash_schedule` with
+`solver="dpm++2"` and `solver_steps="post"`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .coefficients import StepCoefficients, step_coefficients
+from .errors import NonFiniteError, SamplerError
+from .logprob import check_form
+from .noise import Generators, draw_noise
+from .schedule import SigmaSchedule
+from .steps import check_tensors, take_step
+from .types import Kind, LogProbForm, SdeStep, Trajectory, VelocityFn
+
+WindowSteps = Sequence[int] | Tensor | None
+
+
+@torch.no_grad()
+def rollout(
+    velocity_fn: VelocityFn,
+    noise: Tensor,
+    schedule: SigmaSchedule,
+    *,
+    kind: Kind = "flow_sde",
+    noise_level: float = 0.7,
+    window: WindowSteps = None,
+    generators: Generators = None,
+    step_noise: Tensor | None = None,
+    return_means: bool = False,
+    log_prob_form: LogProbForm | None = None,
+    storage_dtype: torch.dtype | None = None,
+    fused: bool | None = None,
+    check_finite: bool = True,
+) -> Trajectory:
+    """Sample a batch and keep what training needs.
+
+    Args:
+        velocity_fn: `(x [B, ...] fp32, sigma [B] fp32) -> v [B, ...]`; called once per step, without gradient.
+        noise: x at the first sigma [B, ...]; see `initial_noise`.
+        schedule: K steps.
+        kind, noise_level: of the window's steps, as in `sde_step`.
+        window: trained step positions 0 … K-1, a sequence shared by the batch or an int64 tensor [B, W] with one row per
+            sample. They need not be contiguous. None or empty: a pure ODE rollout, W = 0.
+        generators: one torch.Generator per sample (see `sample_generator`); drawn from once per stochastic step of that
+            sample. None takes torch's default generator, which ties the result to the batch.
+        step_noise: [K, B, ...] ready-made noise, row k used if step k is stochastic.
+        return_means: keep the mean of every trained step.
+        storage_dtype: see `sde_step`; applied to the trained steps.
+        check_finite: on a CPU every step is checked at once; elsewhere the flags are read back once, at the end.
+
+    Returns:
+        Trajectory.
+
+    Raises:
+        SamplerError: shapes, window or parameters that cannot be right. NonFiniteError: names the first bad step.
+    """
+    check_tensors(noise, noise)
+    batch, steps = noise.shape[0], schedule.num_steps
+    form = check_form(log_prob_form, kind)
+    positions = window_positions(window, batch, steps)  # [B, W] on the CPU
+    shared = bool((positions == positions[:1]).all()) if positions.shape[1] else True
+    if step_noise is not None and tuple(step_noise.shape) != (steps, *noise.shape):
+        raise SamplerError(
+            f"step_noise has shape {list(step_noise.shape)}, expected [K, B, ...] = {[steps, *noise.shape]}"
+        )
+
+    sigmas = schedule.sigmas.tolist()
+    has_density = kind != "ode" and (kind == "wan_sde" or float(noise_level) != 0.0)
+    recorder = _Recorder(positions, noise, return_means)
+    flags: list[Tensor] = []
+    x = noise.to(torch.float32)
+
+    for k in range(steps):
+        velocity = velocity_fn(x, torch.full((batch,), sigmas[k], dtype=torch.float32, device=x.device))
+        check_tensors(x, velocity)
+        active = (positions == k).any(dim=1)  # [B]: whose window holds this step
+        if not bool(active.any()):
+            step = take_step(
+                x,
+                velocity,
+                step_coefficients("ode", sigmas[k], sigmas[k + 1], 0.0),
+                noise=None,
+                prev_sample=None,
+                form=None,
+                fused=fused,
+                check_finite=check_finite and x.device.type == "cpu",
+                where="rollout",
+                step_index=k,
+            )
+        else:
+            step = take_step(
+                x,
+                velocity,
+                _mixed(kind, sigmas[k], sigmas[k + 1], noise_level, schedule.sigma_cap, None if shared else active),
+                noise=_noise_for(k, x, active, generators, step_noise) if has_density else None,
+                prev_sample=None,
+                form=form if has_density else None,
+                storage_dtype=storage_dtype,
+                fused=fused,
+                check_finite=check_finite and x.device.type == "cpu",
+                where="rollout",
+                step_index=k,
+            )
+            recorder.record(k, active, x, step)
+        if check_finite and x.device.type != "cpu":
+            flags.append(torch.isfinite(step.prev_sample.flatten(1).sum(dim=1)))
+        x = step.prev_sample
+
+    if flags:
+        _raise_first_bad(torch.stack(flags))
+    return recorder.trajectory(x, schedule, kind, float(noise_level), form, has_density)
+
+
+def window_positions(window: WindowSteps, batch: int, steps: int) -> Tensor:
+    """[B, W] int64 on the CPU, ascending per row; raises SamplerError on anything that is no set of steps."""
+    if window is None:
+        return torch.empty((batch, 0), dtype=torch.int64)
+    if isinstance(window, Tensor):
+        if window.is_floating_point() or window.dtype == torch.bool:
+            raise SamplerError(f"window has dtype {window.dtype}; pass step positions as an int64 tensor [B, W]")
+        rows = window.detach().to("cpu", torch.int64)
+        rows = rows[None].expand(batch, -1) if rows.ndim == 1 else rows
+    else:
+        rows = torch.tensor([int(p) for p in window], dtype=torch.int64)[None].expand(batch, -1)
+    if rows.ndim != 2 or rows.shape[0] != batch:
+        raise SamplerError(f"window has shape {list(rows.shape)} for a batch of {batch}; pass [W] or [B, W]")
+    rows = rows.sort(dim=1).values
+    if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= steps):
+        raise SamplerError(f"window {rows[0].tolist()} leaves the schedule; positions run from 0 to {steps - 1}")
+    if bool((rows[:, 1:] == rows[:, :-1]).any()):
+        raise SamplerError(f"window {rows[0].tolist()} holds a step twice; every position may appear once")
+    return rows.contiguous()
+
+
+class _Recorder:
+    """Collects the trained steps column by column; per-sample windows fill different columns at one step."""
+
+    def __init__(self, positions: Tensor, like: Tensor, means: bool) -> None:
+        self.positions = positions
+        shape = (*positions.shape, *like.shape[1:])
+        self.latents = torch.empty(shape, dtype=torch.float32, device=like.device)
+        self.next_latents = torch.empty_like(self.latents)
+        self.means = torch.empty_like(self.latents) if means else None
+        self.log_probs = torch.zeros(positions.shape, dtype=torch.float32, device=like.device)
+        self.std = torch.zeros_like(self.log_probs)
+
+    def record(self, k: int, active: Tensor, before: Tensor, step: SdeStep) -> None:
+        rows: Tensor | slice
+        rows, columns = (self.positions == k).nonzero(as_tuple=True)
+        where: tuple[Tensor | slice, Tensor | int] = (rows.to(before.device), columns.to(before.device))
+        pick = where[0]
+        if bool(active.all()) and bool((columns == columns[0]).all()):
+            where, pick = (slice(None), int(columns[0])), slice(None)  # the usual case: one plain copy
+        self.latents[where] = before[pick]
+        self.next_latents[where] = step.prev_sample[pick]
+        self.std[where] = step.std[pick]
+        if step.log_prob is not None:
+            self.log_probs[where] = step.log_prob[pick]
+        if self.means is not None:
+            self.means[where] = step.mean[pick]
+
+    def trajectory(
+        self, final: Tensor, schedule: SigmaSchedule, kind: Kind, noise_level: float, form: LogProbForm, density: bool
+    ) -> Trajectory:
+        return Trajectory(
+            latents=self.latents,
+            next_latents=self.next_latents,
+            step_index=self.positions.to(final.device),
+            sigmas=schedule.sigmas.to(final.device),
+            log_probs=self.log_probs if density else None,
+            std=self.std,
+            final=final,
+            schedule_hash=schedule.hash,
+            kind=kind,
+            noise_level=noise_level,
+            log_prob_form=form,
+            means=self.means,
+        )
+
+
+def _mixed(kind: Kind, t: float, u: float, noise_level: float, cap: float, active: Tensor | None) -> StepCoefficients:
+    """The window's coefficients, and the ODE's for samples outside their window."""
+    inside = step_coefficients(kind, t, u, noise_level, cap)
+    if active is None or bool(active.all()):
+        return inside
+    outside = step_coefficients("ode", t, u, 0.0)
+    return StepCoefficients(
+        *(
+            torch.where(active, torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))
+            for a, b in zip(inside, outside, strict=True)
+        )
+    )
+
+
+def _noise_for(k: int, x: Tensor, active: Tensor, generators: Generators, step_noise: Tensor | None) -> Tensor:
+    if step_noise is not None:
+        return step_noise[k].to(device=x.device, dtype=torch.float32)
+    if bool(active.all()) or generators is None or isinstance(generators, torch.Generator):
+        return draw_noise(x, generators)
+    if len(generators) != x.shape[0]:
+        raise SamplerError(
+            f"{len(generators)} generators for a batch of {x.shape[0]} samples; pass exactly one per sample"
+        )
+    # A sample outside its window must not consume from its stream.
+    noise = torch.zeros_like(x)
+    for row in active.nonzero().flatten().tolist():
+        noise[row] = draw_noise(x[row : row + 1], [generators[row]])[0]
+    return noise
+
+
+def _raise_first_bad(flags: Tensor) -> None:
+    """flags [K, B] True where finite; one read-back for the whole rollout."""
+    good = flags.cpu()
+    if bool(good.all()):
+        return
+    step = int((~good.all(dim=1)).nonzero()[0, 0])
+    samples = tuple((~good[step]).nonzero().flatten().tolist())
+    raise NonFiniteError(
+        f"rollout: NaN or inf at step {step} of the schedule, the first bad one, in samples {list(samples)}; "
+        "check the weights and the dtype that produced it",
+        step,
+        samples,
+    )

@@ -1,0 +1,214 @@
+"""One denoising step and its log-probability: `sde_step`.
+
+Source of the formulas: `coefficients.py`; of the log-prob forms: `logprob.py`. Where public trainers differ from the
+choices here (std per root of time, products in bf16, a density of zero-noise steps) the README says how and why.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .coefficients import Scalar, StepCoefficients, step_coefficients
+from .errors import NonFiniteError, SamplerError
+from .logprob import check_form, log_prob_terms
+from .noise import Generators, draw_noise
+from .plain import plain_step
+from .types import Kind, LogProbForm, SdeStep
+
+
+def sde_step(
+    sample: Tensor,
+    velocity: Tensor,
+    sigma: float | Tensor,
+    sigma_next: float | Tensor,
+    *,
+    kind: Kind,
+    noise_level: float,
+    sigma_cap: float | Tensor | None = None,
+    prev_sample: Tensor | None = None,
+    noise: Tensor | None = None,
+    generator: Generators = None,
+    log_prob_form: LogProbForm | None = None,
+    storage_dtype: torch.dtype | None = None,
+    fused: bool | None = None,
+    check_finite: bool | None = None,
+) -> SdeStep:
+    """One transition from `sigma` to `sigma_next`, drawn or (with `prev_sample`) scored.
+
+    Args:
+        sample: x_t [B, ...], any floating dtype; tokens [B, S, C], image [B, C, H, W], video [B, C, T, H, W] or any
+            other latent shape. Arithmetic is fp32.
+        velocity: v(x_t, t), same shape, any floating dtype; carries the gradient.
+        sigma, sigma_next: a number, or one per sample [B]. 0 <= sigma_next < sigma <= 1.
+        kind: "flow_sde", "dance_sde", "flow_cps", "ddim", "wan_sde" or "ode".
+        noise_level: η. "wan_sde" has none of its own and ignores it, as does "ode".
+        sigma_cap: replaces sigma = 1 in Flow-SDE's std; the schedule's second entry. Defaults to `sigma_next`.
+            Needed by "wan_sde" at every step.
+        prev_sample: score this x_u instead of drawing one.
+        noise: the standard normal to draw with [B, ...].
+        generator: draws the noise when neither of the two is given: one torch.Generator, one per sample, or None for
+            torch's default generator.
+        log_prob_form: None for the kind's own, see `logprob.py`.
+        storage_dtype: round a drawn x_u to this dtype before it is scored, so that a caller who stores latents in
+            bf16 replays the same values (Flow-Factory). The result is still fp32.
+        fused: None picks the Triton kernel on CUDA where it wins, True demands it, False takes plain torch.
+        check_finite: raise NonFiniteError on NaN or inf. None means on the CPU only, since it waits for the device.
+
+    Returns:
+        SdeStep(prev_sample, mean, std, log_prob): prev_sample detached, mean and log_prob with gradient, std [B] total.
+        log_prob is None for "ode" and for zero noise.
+
+    Raises:
+        SamplerError: anything above that does not hold. NonFiniteError: see check_finite.
+    """
+    check_tensors(sample, velocity, noise, prev_sample)
+    if noise is not None and prev_sample is not None:
+        raise SamplerError(
+            "noise and prev_sample were both given: pass noise to draw a sample, prev_sample to score one"
+        )
+    form = check_form(log_prob_form, kind)
+    coefficients = step_coefficients(kind, sigma, sigma_next, noise_level, sigma_cap, batch=sample.shape[0])
+    has_density = kind != "ode" and (kind == "wan_sde" or float(noise_level) != 0.0)
+    if has_density and noise is None and prev_sample is None:
+        noise = draw_noise(sample, generator)
+    return take_step(
+        sample,
+        velocity,
+        coefficients,
+        noise=noise if has_density else None,
+        prev_sample=prev_sample,
+        form=form if has_density else None,
+        storage_dtype=storage_dtype,
+        fused=fused,
+        check_finite=check_finite,
+        where=f"sde_step(kind={kind!r}, sigma={_brief(sigma)}, sigma_next={_brief(sigma_next)})",
+    )
+
+
+def take_step(
+    sample: Tensor,
+    velocity: Tensor,
+    coefficients: StepCoefficients,
+    *,
+    noise: Tensor | None,
+    prev_sample: Tensor | None,
+    form: LogProbForm | None,
+    storage_dtype: torch.dtype | None = None,
+    fused: bool | None = None,
+    check_finite: bool | None = None,
+    where: str = "step",
+    step_index: int | None = None,
+) -> SdeStep:
+    """A step from ready coefficients: what `sde_step`, the rollout (which mixes them per sample) and replay share.
+
+    `form=None` means that the step has no log-prob. Everything else as in `sde_step`.
+    """
+    batch = sample.shape[0]
+    elements = sample.numel() // batch
+    moved = StepCoefficients(*(_on(value, sample.device) for value in coefficients))
+    terms: tuple[Scalar, Scalar] = (0.0, 1.0) if form is None else log_prob_terms(moved.std, elements, form)
+    std = (
+        moved.std.float().expand(batch)
+        if isinstance(moved.std, Tensor)
+        else torch.full((batch,), moved.std, dtype=torch.float32, device=sample.device)
+    )
+    if _use_fused(fused, sample):
+        from . import kernels
+
+        prev, log_prob = kernels.fused_step(sample, velocity, noise, prev_sample, moved, terms, storage_dtype)
+        mean = partial(_late_mean, sample, velocity, moved, _versions(sample, velocity))
+        step = SdeStep(prev, mean, std, None if form is None else log_prob)
+    else:
+        mean_now, prev, log_prob = plain_step(sample, velocity, noise, prev_sample, moved, terms, storage_dtype)
+        step = SdeStep(prev, mean_now, std, None if form is None else log_prob)
+    if check_finite or (check_finite is None and sample.device.type == "cpu"):
+        # The squared distance is NaN or inf as soon as one element of any input is, so [B] numbers tell.
+        if not bool(torch.isfinite(log_prob.detach()).all()):
+            raise non_finite(where, step_index, sample=sample, velocity=velocity, noise=noise, prev_sample=prev_sample)
+    return step
+
+
+def check_tensors(sample: Tensor, velocity: Tensor, *others: Tensor | None) -> None:
+    """Shapes, dtypes and devices of the tensors of one step.
+
+    Raises:
+        SamplerError: naming what was given and what is expected.
+    """
+    if not isinstance(sample, Tensor) or sample.ndim < 2 or sample.numel() == 0:
+        given = list(sample.shape) if isinstance(sample, Tensor) else repr(sample)
+        raise SamplerError(
+            f"sample must be a tensor [B, ...] with at least one latent dim and one element, got {given}"
+        )
+    for name, tensor in zip(("velocity", "noise", "prev_sample"), (velocity, *others), strict=False):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor) or tensor.shape != sample.shape:
+            given = list(tensor.shape) if isinstance(tensor, Tensor) else repr(tensor)
+            raise SamplerError(f"{name} has shape {given}, sample has {list(sample.shape)}; they must be equal")
+        if tensor.device != sample.device:
+            raise SamplerError(f"{name} is on {tensor.device}, sample on {sample.device}; move them to one device")
+    for name, tensor in zip(("sample", "velocity", "noise", "prev_sample"), (sample, velocity, *others), strict=False):
+        if tensor is not None and not tensor.is_floating_point():
+            raise SamplerError(f"{name} has dtype {tensor.dtype}; pass a real floating dtype (fp32, bf16, fp16, fp64)")
+
+
+def non_finite(where: str, step_index: int | None, **tensors: Tensor | None) -> NonFiniteError:
+    """The error for a step that met NaN or inf: which tensor, which samples."""
+    guilty: dict[str, list[int]] = {}
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            rows = (~torch.isfinite(tensor.detach().flatten(1))).any(dim=1).nonzero().flatten().tolist()
+            if rows:
+                guilty[name] = rows
+    found = (
+        "; ".join(f"{name} of samples {rows}" for name, rows in guilty.items()) or "an overflow of fp32 inside the step"
+    )
+    position = "" if step_index is None else f" at step {step_index} of the schedule, the first bad one"
+    rows = sorted({row for rows in guilty.values() for row in rows})
+    return NonFiniteError(
+        f"{where}: NaN or inf{position}: {found}; check the weights, the loss scale and the dtype that produced it",
+        step_index,
+        tuple(rows),
+    )
+
+
+def _use_fused(fused: bool | None, sample: Tensor) -> bool:
+    if fused is False or (fused is None and not sample.is_cuda):
+        return False
+    from . import kernels
+
+    if fused is None:
+        return kernels.wins(sample)
+    reason = kernels.why_unavailable(sample)
+    if reason is not None:
+        raise SamplerError(f"fused=True, but {reason}; pass fused=None to fall back to plain torch")
+    return True
+
+
+def _late_mean(
+    sample: Tensor, velocity: Tensor, coefficients: StepCoefficients, versions: tuple[int, int] | None
+) -> Tensor:
+    from . import kernels
+
+    if versions != _versions(sample, velocity):
+        raise SamplerError("SdeStep.mean was first read after sample or velocity changed in place; read it before that")
+    return kernels.fused_mean(sample, velocity, coefficients)
+
+
+def _versions(sample: Tensor, velocity: Tensor) -> tuple[int, int] | None:
+    if sample.is_inference() or velocity.is_inference():
+        return None
+    return sample._version, velocity._version
+
+
+def _on(value: Scalar, device: torch.device) -> Scalar:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _brief(value: float | Tensor) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor{list(value.shape)}" if value.numel() > 4 or value.device.type != "cpu" else str(value.tolist())
+    return repr(value)
