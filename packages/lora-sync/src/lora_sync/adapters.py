@@ -1,0 +1,150 @@
+"""`LoRAAdapterMixin`: several named policies in one set of frozen weights.
+
+A trainer keeps the adapter that learns (``default``), a slower copy of it (``old``), and now and then needs the model
+with no adapter at all. That last state is called ``"reference"``; it is not an adapter and has no tensors.
+
+Switching writes PEFT's active list and its off switch directly. PEFT's own ``set_adapter`` would also turn the gradients
+of the other adapters off, which FSDP2 must not see change between forward and backward. All tensor work is elementwise
+on each rank's own shard, so it is exact under FSDP2 and needs no communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import AdapterError, BindError
+from .layers import (
+    REFERENCE,
+    adapter_names,
+    adapter_parameters,
+    layers_of,
+    local,
+    lora_layers,
+    reshard,
+    same_layout,
+)
+
+
+class LoRAAdapterMixin:
+    """Mix into a class with ``self.module``: a model with PEFT LoRA layers, plain or under ``fully_shard``."""
+
+    module: nn.Module
+
+    def copy_adapter(self, source: str = "default", target: str = "old") -> None:
+        """Make ``target`` bitwise equal to ``source``, alpha included. Both exist, with the same ranks."""
+        copy_adapter(self.module, source, target)
+
+    def ema_update_adapter(self, source: str = "default", target: str = "old", decay: float = 0.0) -> None:
+        """target ← decay · target + (1 − decay) · source, in float32. ``decay=0`` copies, ``decay=1`` does nothing."""
+        ema_update_adapter(self.module, source, target, decay)
+
+    @contextmanager
+    def use_adapter(self, name: str) -> Iterator[None]:
+        """Run with one adapter, or with none for ``"reference"``; the state before comes back, also after an error."""
+        with use_adapter(self.module, name):
+            yield
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Run the base model: every adapter off."""
+        with use_adapter(self.module, REFERENCE):
+            yield
+
+
+def copy_adapter(module: nn.Module, source: str, target: str) -> None:
+    """See `LoRAAdapterMixin.copy_adapter`."""
+    pairs = _pairs(module, source, target)
+    with torch.no_grad():
+        for _, ours, theirs in pairs:
+            theirs.copy_(ours)
+    _copy_alphas(module, source, target)
+
+
+def ema_update_adapter(module: nn.Module, source: str, target: str, decay: float) -> None:
+    """See `LoRAAdapterMixin.ema_update_adapter`."""
+    if not 0.0 <= decay <= 1.0:
+        raise AdapterError(f"decay is {decay!r}; it must be in [0, 1].")
+    pairs = _pairs(module, source, target)
+    if decay == 0.0:
+        return copy_adapter(module, source, target)
+    for name, _, theirs in pairs:
+        if theirs.dtype not in (torch.float32, torch.float64):
+            raise AdapterError(
+                f"{name!r} of adapter {target!r} is {theirs.dtype}: an average that moves by {1 - decay:.3g} per step is "
+                "rounded away in it. Keep adapters in float32 (the base may stay in bfloat16)."
+            )
+    _check_alphas(module, source, target)
+    with torch.no_grad():
+        for _, ours, theirs in pairs:
+            theirs.add_(ours.to(theirs.dtype) - theirs, alpha=1.0 - decay)
+    return None
+
+
+@contextmanager
+def use_adapter(module: nn.Module, name: str) -> Iterator[None]:
+    """See `LoRAAdapterMixin.use_adapter`."""
+    if name != REFERENCE:
+        layers_of(module, name)
+    layers = [layer for _, layer in lora_layers(module)]
+    if not layers:
+        raise AdapterError(f"this {type(module).__name__} has no LoRA layers, so there is no adapter to choose.")
+    if any(layer.merged for layer in layers):
+        raise BindError("an adapter is merged into the base weights, so switching would not undo it; unmerge first.")
+    saved = [(layer, layer._active_adapter, layer._disable_adapters) for layer in layers]
+    try:
+        for layer in layers:
+            if name == REFERENCE:
+                layer._disable_adapters = True
+            else:
+                layer._active_adapter, layer._disable_adapters = [name], False
+        yield
+    finally:
+        for layer, active, disabled in saved:
+            layer._active_adapter, layer._disable_adapters = active, disabled
+
+
+def active_adapter(module: nn.Module) -> str:
+    """Name of the adapter in use, ``"reference"`` when all are off. Raises when several are active together."""
+    states = {
+        REFERENCE if layer._disable_adapters else ",".join(layer.active_adapters) for _, layer in lora_layers(module)
+    }
+    if len(states) != 1 or "," in next(iter(states)):
+        raise AdapterError(f"layers disagree on the active adapter, or several are active: {sorted(states)!r}.")
+    return states.pop()
+
+
+def _pairs(module: nn.Module, source: str, target: str) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    reshard(module)
+    ours, theirs = adapter_parameters(module, source), adapter_parameters(module, target)
+    if set(ours) != set(theirs):
+        lonely = sorted(set(ours) ^ set(theirs))
+        raise BindError(
+            f"adapters {source!r} and {target!r} of {list(adapter_names(module))!r} adapt different modules, e.g. "
+            f"{lonely[:3]!r}; add both with the same target_modules."
+        )
+    for name in ours:
+        same_layout(ours[name], theirs[name], name)
+    return [(name, local(ours[name]), local(theirs[name])) for name in ours]
+
+
+def _alpha_state(module: nn.Module, adapter: str) -> dict[str, tuple[Any, Any]]:
+    return {n: (l.lora_alpha[adapter], l.scaling[adapter]) for n, l in layers_of(module, adapter).items()}
+
+
+def _copy_alphas(module: nn.Module, source: str, target: str) -> None:
+    state = _alpha_state(module, source)
+    for name, layer in layers_of(module, target).items():
+        layer.lora_alpha[target], layer.scaling[target] = state[name]
+
+
+def _check_alphas(module: nn.Module, source: str, target: str) -> None:
+    """Averaging factors whose scale differs would average nothing meaningful."""
+    if [s for _, s in _alpha_state(module, source).values()] != [s for _, s in _alpha_state(module, target).values()]:
+        raise BindError(
+            f"adapters {source!r} and {target!r} scale B·A differently; copy_adapter first, or equal alphas."
+        )

@@ -1,0 +1,254 @@
+"""Put a payload into a module, whole or not at all, and say what was done.
+
+Everything that can be wrong is found before the first write. The writes themselves keep an undo log, or, with
+``take=True``, are pointer swaps that need no copy and cannot fail halfway.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import BindError, CorruptPayloadError, MissingExtraError, StaleVersionError, WrongBaseError
+from .fingerprint import fingerprint
+from .layers import (
+    REFERENCE,
+    adapter_names,
+    adapter_parameters,
+    copy_into,
+    is_lora_layer,
+    is_sharded,
+    layers_of,
+    local,
+    local_slices,
+    neutral_name,
+    reshard,
+)
+from .payload import A, B, LoRAPayload, content_hash
+from .receipt import LoRAReceipt
+
+_RECORD = "_lora_sync_applied"
+
+
+def apply_lora(
+    module: nn.Module,
+    payload: LoRAPayload,
+    adapter_name: str = "default",
+    *,
+    take: bool = False,
+    prove: bool = True,
+    allow_older: bool = False,
+    probe: Callable[[], Tensor] | None = None,
+) -> LoRAReceipt:
+    """Bind the payload to an adapter of the module; add the adapter when it is not there (needs peft).
+
+    Args:
+        take: give the payload's memory to the module instead of copying: no undo log, and the payload must not be used
+            for anything else. Unsharded modules only. Default: copy, with the old values kept until all is bound.
+        prove: hash what the module holds afterwards (for sharded or converted tensors: compare element by element).
+            False trusts the memory, for callers whose transport just checked the hash.
+        allow_older: accept a version that is not newer than the one in place (after a restart of the trainer).
+        probe: a forward whose output is compared before and after, for `LoRAReceipt.probe_delta`.
+
+    Raises ``BindError`` (names, shapes), ``StaleVersionError``, ``WrongBaseError``, ``CorruptPayloadError``; the module
+    is then as it was before. Under FSDP2 every rank calls it with the full payload; the receipt counts full tensors.
+    """
+    if adapter_name == REFERENCE:
+        raise BindError(
+            f"{REFERENCE!r} is the state with every adapter off and cannot be bound to; choose another name."
+        )
+    _check_version(module, payload, adapter_name, allow_older)
+    if payload.base_fingerprint is not None and (found := fingerprint(module)) != payload.base_fingerprint:
+        raise WrongBaseError(
+            f"version {payload.version} was trained on {payload.base_fingerprint}, this {type(module).__name__} is {found}. "
+            "Load the base checkpoint that the trainer started from."
+        )
+    before = _probe(probe)
+    added = adapter_name not in adapter_names(module)
+    if added:
+        _inject(module, payload, adapter_name)
+    reshard(module)
+    try:
+        targets = adapter_parameters(module, adapter_name)
+        _check_fit(targets, payload, adapter_name)
+        if prove and (take or not _readable(targets, payload)):
+            payload.check()
+        found_hash = (_take if take else _copy)(module, targets, payload, adapter_name, prove)
+    except BaseException:
+        if added:
+            _remove(module, adapter_name)
+        raise
+    module.__dict__.setdefault(_RECORD, {})[adapter_name] = (payload.version, payload.hash)
+    after = _probe(probe)
+    delta = None if before is None or after is None else float((after - before).abs().max())
+    bound = adapter_parameters(module, adapter_name)
+    return LoRAReceipt(payload.version, found_hash, len(layers_of(module, adapter_name)), len(bound), 0, delta)
+
+
+def applied_version(module: nn.Module, adapter_name: str = "default") -> tuple[int, str] | None:
+    """(version, hash) of the last payload bound to this adapter by `apply_lora`, or None."""
+    record: dict[str, tuple[int, str]] = module.__dict__.get(_RECORD, {})
+    return record.get(adapter_name)
+
+
+def _check_version(module: nn.Module, payload: LoRAPayload, adapter_name: str, allow_older: bool) -> None:
+    held = applied_version(module, adapter_name)
+    if held is None or allow_older or payload.version > held[0]:
+        return
+    if (payload.version, payload.hash) != held:  # the very same payload again is a harmless retry
+        raise StaleVersionError(
+            f"adapter {adapter_name!r} holds version {held[0]} ({held[1]}), version {payload.version} ({payload.hash}) is not "
+            "newer. Count versions up; after a trainer restart pass allow_older=True once."
+        )
+
+
+def _check_fit(targets: dict[str, nn.Parameter], payload: LoRAPayload, adapter_name: str) -> None:
+    missing, extra = sorted(set(payload.tensors) - set(targets)), sorted(set(targets) - set(payload.tensors))
+    if missing or extra:
+        raise BindError(
+            f"adapter {adapter_name!r}: {len(missing)} of {len(payload.tensors)} sent tensors have no place "
+            f"({missing[:2]!r}…), {len(extra)} of {len(targets)} places would keep old values ({extra[:2]!r}…). "
+            "Both sides need the same target_modules."
+        )
+    wrong = [n for n, t in payload.tensors.items() if tuple(t.shape) != tuple(targets[n].shape)]
+    if wrong:
+        name = wrong[0]
+        raise BindError(
+            f"adapter {adapter_name!r}: {len(wrong)} tensors have another shape, e.g. {name!r}: sent "
+            f"{tuple(payload.tensors[name].shape)}, module has {tuple(targets[name].shape)}. Both sides need the same rank."
+        )
+
+
+def _readable(targets: dict[str, nn.Parameter], payload: LoRAPayload) -> bool:
+    """Whether the module's own tensors can be hashed and compared with the payload's hash."""
+    return all(not is_sharded(p) and p.dtype == payload.tensors[n].dtype for n, p in targets.items())
+
+
+def _copy(
+    module: nn.Module, targets: dict[str, nn.Parameter], payload: LoRAPayload, adapter_name: str, prove: bool
+) -> str:
+    undo: list[tuple[Tensor, Tensor]] = []
+    alphas = _alphas(module, adapter_name)
+    try:
+        for name, target in targets.items():
+            undo.append((local(target), local(target).clone()))
+            copy_into(target, payload.tensors[name])
+        _set_alphas(module, adapter_name, {name: payload.alpha_of(name) for name in payload.modules})
+        return _prove(targets, payload) if prove else payload.hash
+    except BaseException:
+        with torch.no_grad():
+            for live, old in undo:
+                live.copy_(old)
+        _set_alphas(module, adapter_name, alphas)
+        raise
+
+
+def _take(
+    module: nn.Module, targets: dict[str, nn.Parameter], payload: LoRAPayload, adapter_name: str, prove: bool
+) -> str:
+    if any(is_sharded(target) for target in targets.values()):
+        raise BindError("take=True cannot give memory to a sharded module; leave it out to copy each rank's part.")
+    staged = {name: payload.tensors[name].to(target.device, target.dtype) for name, target in targets.items()}
+    old, alphas = {name: target.data for name, target in targets.items()}, _alphas(module, adapter_name)
+    try:
+        for name, target in targets.items():
+            target.data = staged[name]
+        _set_alphas(module, adapter_name, {name: payload.alpha_of(name) for name in payload.modules})
+    except BaseException:
+        for name, target in targets.items():
+            target.data = old[name]
+        _set_alphas(module, adapter_name, alphas)
+        raise
+    return payload.hash
+
+
+def _prove(targets: dict[str, nn.Parameter], payload: LoRAPayload) -> str:
+    if _readable(targets, payload):
+        found = content_hash(dict(targets), {name: payload.alpha_of(name) for name in payload.modules})
+        if found != payload.hash:
+            raise CorruptPayloadError(
+                f"version {payload.version}: the module holds {found} after binding, {payload.hash} was promised. The payload "
+                "changed after it was made (extract with copy=True), or a tensor was not written."
+            )
+        return found
+    for name, target in targets.items():
+        sent = payload.tensors[name][local_slices(target)].to(target.device, target.dtype)
+        if not torch.equal(local(target), sent):
+            raise CorruptPayloadError(
+                f"version {payload.version}: {name!r} reads back different from what was written."
+            )
+    return payload.hash
+
+
+def _alphas(module: nn.Module, adapter_name: str) -> dict[str, tuple[Any, Any]]:
+    return {
+        n: (l.lora_alpha[adapter_name], l.scaling[adapter_name]) for n, l in layers_of(module, adapter_name).items()
+    }
+
+
+def _set_alphas(module: nn.Module, adapter_name: str, alphas: dict[str, Any]) -> None:
+    for name, layer in layers_of(module, adapter_name).items():
+        value = alphas[name]
+        alpha, scaling = value if isinstance(value, tuple) else (value, value / int(layer.r[adapter_name]))
+        layer.lora_alpha[adapter_name], layer.scaling[adapter_name] = alpha, scaling
+
+
+def _probe(probe: Callable[[], Tensor] | None) -> Tensor | None:
+    if probe is None:
+        return None
+    with torch.no_grad():
+        return probe().detach().float().clone()
+
+
+def _inject(module: nn.Module, payload: LoRAPayload, adapter_name: str) -> None:
+    """Add an empty adapter of the payload's shape, after checking that every module exists and fits."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise MissingExtraError(
+            f"adapter {adapter_name!r} is not in the module and adding it needs peft: pip install 'lora-sync[peft]'."
+        ) from error
+    actual = {neutral_name(name): (name, child) for name, child in module.named_modules()}
+    if missing := [name for name in payload.modules if name not in actual]:
+        raise BindError(
+            f"{len(missing)} of {len(payload.modules)} modules of the payload are not in this {type(module).__name__}: "
+            f"{missing[:3]!r}…. It was made for another architecture, or its names need a map (lora_sync.names)."
+        )
+    for name in payload.modules:
+        child = actual[name][1]
+        weight = (child.base_layer if is_lora_layer(child) else child).weight
+        if is_sharded(weight):
+            raise BindError("the module is sharded already; add the adapter before fully_shard, then bind to it.")
+        want = payload.tensors[name + B].shape[0], payload.tensors[name + A].shape[1]
+        if tuple(weight.shape[:2]) != want:
+            raise BindError(f"{name!r}: the payload is for a weight {want}, the module has {tuple(weight.shape)}.")
+    config = LoraConfig(
+        r=payload.rank,
+        lora_alpha=payload.alpha,  # type: ignore[arg-type]  # PEFT takes fractions, its annotation says int
+        target_modules="(" + "|".join(re.escape(actual[name][0]) for name in payload.modules) + ")",
+        rank_pattern={
+            f"^{re.escape(n)}": payload.rank_of(n) for n in payload.modules if payload.rank_of(n) != payload.rank
+        },
+        alpha_pattern={f"^{re.escape(name)}": alpha for name, alpha in payload.alpha_pattern.items()},
+        inference_mode=True,
+    )
+    first = not adapter_names(module)
+    inject_adapter_in_model(config, module, adapter_name=adapter_name)
+    if hasattr(module, "_hf_peft_config_loaded"):
+        module._hf_peft_config_loaded = True  # diffusers asks this flag before it touches adapters
+    for layer in layers_of(module, adapter_name).values():
+        if first:
+            layer._active_adapter = [adapter_name]
+        for part in (layer.lora_A[adapter_name], layer.lora_B[adapter_name]):
+            part.to(payload.tensors[payload.modules[0] + A].dtype)
+            part.requires_grad_(False)
+
+
+def _remove(module: nn.Module, adapter_name: str) -> None:
+    for layer in layers_of(module, adapter_name).values():
+        layer.delete_adapter(adapter_name)
+    getattr(module, "peft_config", {}).pop(adapter_name, None)

@@ -1,0 +1,78 @@
+"""Adapter tensors out of a PEFT model, sharded or not, one layer at a time; the base is never gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from .layers import adapter_parameters, full, is_sharded, layer_alpha, layers_of, lora_layers, neutral_name, reshard
+from .payload import LoRAPayload, tensor_digest
+
+
+def stream_lora(module: nn.Module, adapter_name: str = "default", *, copy: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """(neutral name, full tensor) of the adapter, in module order, holding one tensor at a time.
+
+    Under FSDP2 every step is a collective over the parameter's mesh: all ranks iterate, to the end. dtype and device
+    stay as they are in the module. ``copy=False`` hands out the live tensors where nothing had to be gathered: no
+    memory is used, and the next optimizer step changes them.
+    """
+    parameters = adapter_parameters(module, adapter_name)
+    reshard(module)
+    if any(is_sharded(p) for p in adapter_parameters(module, adapter_name).values()):
+        parameters = adapter_parameters(module, adapter_name)  # resharding put other Parameter objects in place
+    for name, parameter in parameters.items():
+        tensor = full(parameter)
+        yield name, tensor.clone() if copy and not is_sharded(parameter) else tensor
+
+
+def extract_lora(
+    module: nn.Module,
+    adapter_name: str = "default",
+    *,
+    version: int,
+    base_fingerprint: str | None = None,
+    copy: bool = True,
+) -> LoRAPayload:
+    """Snapshot an adapter as a `LoRAPayload`, hashed while it is read.
+
+    Args:
+        module: a model with PEFT LoRA layers (``add_adapter``, ``inject_adapter_in_model`` or a ``PeftModel``).
+        version: larger than at the last sync of this adapter.
+        base_fingerprint: of the frozen weights, when receivers should check it; see `lora_sync.fingerprint`.
+        copy: False shares memory with the module: cheaper, and stale (a hash error) after the next optimizer step.
+
+    Raises ``AdapterError`` (no such adapter) and ``PayloadError`` (DoRA, LoRA biases, embeddings). Under FSDP2 all
+    ranks call it and all get the payload.
+    """
+    tensors: dict[str, Tensor] = {}
+    digests: dict[str, str] = {}
+    for name, tensor in stream_lora(module, adapter_name, copy=copy):
+        tensors[name], digests[name] = tensor, tensor_digest(tensor)
+    layers = layers_of(module, adapter_name)
+    return LoRAPayload.build(
+        tensors,
+        alphas={name: layer_alpha(layer, adapter_name) for name, layer in layers.items()},
+        version=version,
+        target_modules=_targets(module, adapter_name, set(layers)),
+        base_fingerprint=base_fingerprint,
+        digests=digests,
+    )
+
+
+def _targets(module: nn.Module, adapter_name: str, adapted: set[str]) -> tuple[str, ...]:
+    """The suffixes that the adapter was configured with, if they select exactly the adapted modules; else full names."""
+    config = getattr(module, "peft_config", {}).get(adapter_name)
+    suffixes = getattr(config, "target_modules", None)
+    if not suffixes or isinstance(suffixes, str):
+        return tuple(sorted(adapted))
+    wrapped = {name for name, _ in lora_layers(module)}
+    names = {neutral_name(name) for name, _ in module.named_modules()}
+    inside = {name for name in names if any(name.startswith(layer + ".") for layer in _parents(name, wrapped))}
+    selected = {name for name in names - inside if any(name == s or name.endswith("." + s) for s in suffixes)}
+    return tuple(sorted(suffixes)) if selected == adapted else tuple(sorted(adapted))
+
+
+def _parents(name: str, wrapped: set[str]) -> list[str]:
+    parts = name.split(".")
+    return [parent for parent in (".".join(parts[:n]) for n in range(1, len(parts))) if parent in wrapped]

@@ -1,0 +1,77 @@
+"""A fingerprint of the frozen base, so that an adapter cannot land on weights it was not trained on.
+
+Hashing 40 GB at every sync is out of the question, and shapes alone cannot tell Qwen-Image from a fine-tune of it.
+The fingerprint hashes every parameter's name and shape and a few elements of each, at fixed places, rounded to
+bfloat16 so that a float32 trainer and a bfloat16 sampler of the same checkpoint agree. Sharded parameters give the
+elements they own and one all-reduce joins them: the base is never gathered.
+"""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from .layers import is_sharded, local, local_slices, neutral_name
+
+SAMPLES = 16
+
+
+def base_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Frozen-base parameters under their bare names: adapters left out, ``.base_layer`` removed."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        parts = neutral_name(name).split(".")
+        if not any(part.startswith("lora_") for part in parts):
+            found[".".join(part for part in parts if part != "base_layer")] = parameter
+    return found
+
+
+def fingerprint(module: nn.Module) -> str:
+    """``"base:<32 hex>"``; equal before and after adapters are added, and across dtypes of one checkpoint.
+
+    Under FSDP2 this is a collective: every rank calls it.
+    """
+    parameters = base_parameters(module)
+    names = sorted(parameters)
+    values = torch.cat([_samples(parameters[name]).float() for name in names]) if names else torch.empty(0)
+    sharded = next((parameters[name] for name in names if is_sharded(parameters[name])), None)
+    if sharded is not None:
+        import torch.distributed as dist
+
+        for dim in range(sharded.device_mesh.ndim):  # type: ignore[attr-defined]
+            dist.all_reduce(values, group=sharded.device_mesh.get_group(dim))  # type: ignore[attr-defined]
+    shapes = json.dumps([[name, list(parameters[name].shape)] for name in names])
+    digest = xxhash.xxh3_128(shapes.encode())
+    digest.update(memoryview(values.cpu().to(torch.bfloat16).view(torch.int16).numpy()))
+    return "base:" + digest.hexdigest()
+
+
+def _samples(parameter: Tensor) -> Tensor:
+    """The sampled elements; zeros where another rank owns the element. [min(SAMPLES, numel)], bfloat16 on the device."""
+    count = min(SAMPLES, parameter.numel())
+    flat = torch.linspace(0, parameter.numel() - 1, count, dtype=torch.float64).round().long()
+    own = local(parameter)
+    places = torch.stack(torch.unravel_index(flat, tuple(parameter.shape))) if parameter.ndim else flat[None]
+    if not is_sharded(parameter):
+        return own.reshape(-1)[flat.to(own.device)].to(torch.bfloat16)
+    bounds = local_slices(parameter)
+    starts = torch.tensor([bound.start for bound in bounds])[:, None]
+    sizes = torch.tensor([bound.stop - bound.start for bound in bounds])[:, None]
+    inside = ((places >= starts) & (places < starts + sizes)).all(0)
+    if _replica_rank(parameter) != 0:  # a replica would be summed once per copy
+        inside &= False
+    out = torch.zeros(count, dtype=torch.bfloat16, device=own.device)
+    if inside.any():
+        index = tuple((places - starts)[:, inside].to(own.device))
+        out[inside.to(own.device)] = own[index].to(torch.bfloat16)
+    return out
+
+
+def _replica_rank(parameter: Tensor) -> int:
+    """0 on exactly one rank of every group of replicas of this parameter's shard."""
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    return sum(coordinate[dim] for dim, placement in enumerate(placements) if placement.is_replicate())

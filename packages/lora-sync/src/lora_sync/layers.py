@@ -1,0 +1,156 @@
+"""Find the LoRA layers of a module without importing PEFT, and speak of them in one neutral naming.
+
+PEFT, torch.compile, DDP, FSDP1 and activation checkpointing each add their own segments to module names. The neutral
+name of a layer is the one it has in the bare model: ``transformer_blocks.0.attn.to_q``. A tensor of the adapter is
+``<layer>.lora_A.weight`` ([r, in]) or ``<layer>.lora_B.weight`` ([out, r]); the adapter's own name never appears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import AdapterError, BindError, PayloadError
+
+REFERENCE = "reference"
+_WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_PEFT_PREFIX = "base_model.model."
+
+
+def neutral_name(name: str) -> str:
+    """``base_model.model._orig_mod.blocks.0.to_q`` → ``blocks.0.to_q``."""
+    name = name.removeprefix(_PEFT_PREFIX)
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS)
+
+
+def is_lora_layer(module: nn.Module) -> bool:
+    """True for a PEFT LoRA layer: it keeps dictionaries ``lora_A``/``lora_B``/``scaling`` keyed by adapter name."""
+    return isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and hasattr(module, "scaling")
+
+
+def lora_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(neutral name, layer) of every LoRA layer, in module order."""
+    for name, child in module.named_modules():
+        if is_lora_layer(child):
+            yield neutral_name(name), child
+
+
+def adapter_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of all adapters found in the module, in order of first appearance."""
+    found: dict[str, None] = {}
+    for _, layer in lora_layers(module):
+        found.update(dict.fromkeys(layer.lora_A.keys()))
+    return tuple(found)
+
+
+def layers_of(module: nn.Module, adapter_name: str) -> dict[str, Any]:
+    """Layers that carry the adapter. Raises ``AdapterError`` when there are none, and for ``"reference"``."""
+    if adapter_name == REFERENCE:
+        raise AdapterError(
+            f"{REFERENCE!r} is the state with every adapter off, not an adapter: it has no tensors to read or write. "
+            "Use disable_adapter() or use_adapter('reference') to run it."
+        )
+    found = {name: layer for name, layer in lora_layers(module) if adapter_name in layer.lora_A}
+    if not found:
+        raise AdapterError(
+            f"adapter {adapter_name!r} is not in this {type(module).__name__}, which has "
+            f"{list(adapter_names(module))!r}. Add it (before sharding) with model.add_adapter(config, {adapter_name!r})."
+        )
+    return found
+
+
+def check_plain_lora(name: str, layer: Any, adapter_name: str) -> None:
+    """Refuse the LoRA variants whose effect A and B alone do not describe: a sync that dropped them would lie."""
+    problems = []
+    if adapter_name in getattr(layer, "lora_variant", {}):
+        problems.append(f"variant {type(layer.lora_variant[adapter_name]).__name__}")
+    if getattr(layer.lora_B[adapter_name], "bias", None) is not None:
+        problems.append("lora_bias=True")
+    if len(getattr(layer, "lora_embedding_A", ())):
+        problems.append("an embedding LoRA")
+    if type(layer).__name__ == "ParamWrapper":
+        problems.append("target_parameters")
+    if problems:
+        raise PayloadError(
+            f"layer {name!r} uses {', '.join(problems)}, which A and B do not carry. Train a plain LoRA "
+            "(use_dora=False, lora_bias=False, target_modules of Linear or Conv layers)."
+        )
+
+
+def layer_alpha(layer: Any, adapter_name: str) -> float:
+    """Alpha such that the layer adds (alpha / r) · B·A. Covers rsLoRA and ``set_scale``, which change only ``scaling``."""
+    rank = int(layer.r[adapter_name])
+    alpha, scaling = float(layer.lora_alpha[adapter_name]), float(layer.scaling[adapter_name])
+    return alpha if alpha / rank == scaling else scaling * rank
+
+
+def adapter_parameters(module: nn.Module, adapter_name: str) -> dict[str, nn.Parameter]:
+    """Neutral tensor name → the live parameter (a DTensor when sharded)."""
+    found: dict[str, nn.Parameter] = {}
+    for name, layer in layers_of(module, adapter_name).items():
+        check_plain_lora(name, layer, adapter_name)
+        found[f"{name}.lora_A.weight"] = layer.lora_A[adapter_name].weight
+        found[f"{name}.lora_B.weight"] = layer.lora_B[adapter_name].weight
+    return found
+
+
+def reshard(module: nn.Module) -> None:
+    """Bring an FSDP2 module back to its sharded parameters.
+
+    After a forward the root keeps its full parameters registered until the backward; whoever wrote into those would
+    write into a copy that the next reshard throws away.
+    """
+    for child in module.modules():
+        if hasattr(child, "reshard") and hasattr(child, "unshard"):  # FSDPModule, without importing it
+            child.reshard()
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """True for a DTensor."""
+    return hasattr(tensor, "full_tensor") and hasattr(tensor, "placements")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's own elements: the shard of a DTensor, or the tensor itself; shares memory, no gradient."""
+    tensor = tensor.detach()
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def full(tensor: Tensor) -> Tensor:
+    """All elements. For a DTensor this is a collective: every rank of its mesh calls it, in the same order."""
+    tensor = tensor.detach()
+    if not is_sharded(tensor):
+        return tensor
+    device_type = tensor.device_mesh.device_type  # type: ignore[attr-defined]
+    if tensor.device.type != device_type:  # CPU offload: the collective needs the mesh's device
+        tensor = tensor.to(device_type)
+    return tensor.full_tensor()  # type: ignore[attr-defined]
+
+
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
+    """Where this rank's shard sits in the full tensor."""
+    if not is_sharded(tensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def same_layout(first: Tensor, second: Tensor, what: str) -> None:
+    """Elementwise work on shards is exact only when both are cut alike."""
+    ours = (tuple(first.shape), getattr(first, "placements", None))
+    theirs = (tuple(second.shape), getattr(second, "placements", None))
+    if ours != theirs:
+        raise BindError(
+            f"{what}: {ours!r} and {theirs!r} differ; give both adapters the same rank and shard them alike."
+        )
+
+
+def copy_into(target: Tensor, source: Tensor) -> None:
+    """Write a full tensor into a parameter, this rank's part of it when the parameter is sharded."""
+    with torch.no_grad():
+        local(target).copy_(source[local_slices(target)] if is_sharded(target) else source)

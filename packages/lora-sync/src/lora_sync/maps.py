@@ -1,0 +1,182 @@
+"""Name maps of the supported architectures, as data.
+
+Neutral names are those of diffusers' transformers. ComfyUI names are those of its own model code, which follows the
+original releases; where ComfyUI also accepts diffusers names for an architecture (Qwen-Image, Z-Image), those are
+written, because stock diffusers then reads the same file. Checked by tests against the real diffusers modules, and, for
+every architecture that it can convert, against diffusers' own loaders.
+"""
+
+from __future__ import annotations
+
+from .names import NameMap, Part, Rule
+
+_QKV = (1, 1, 1)
+
+
+def _same(*patterns: str) -> tuple[Rule, ...]:
+    return tuple(Rule(pattern, pattern) for pattern in patterns)
+
+
+def _fused(comfy: str, *neutral: str, widths: tuple[int, ...] = _QKV, write: bool = True) -> tuple[Rule, ...]:
+    return tuple(Rule(name, comfy, part=Part(index, widths), write=write) for index, name in enumerate(neutral))
+
+
+_TIME = ("time_text_embed.timestep_embedder.linear_1", "time_text_embed.timestep_embedder.linear_2")
+
+QWEN_IMAGE = NameMap(
+    name="qwen_image",
+    transformer_class="QwenImageTransformer2DModel",
+    aliases=("QwenImagePipeline",),
+    rules=_same(
+        *(f"transformer_blocks.{{i}}.attn.{x}" for x in ("to_q", "to_k", "to_v", "to_out.0")),
+        *(f"transformer_blocks.{{i}}.attn.{x}" for x in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+        *(f"transformer_blocks.{{i}}.{side}_mlp.{x}" for side in ("img", "txt") for x in ("net.0.proj", "net.2")),
+        *(f"transformer_blocks.{{i}}.{side}_mod.1" for side in ("img", "txt")),
+        *("img_in", "txt_in", *_TIME, "norm_out.linear", "proj_out"),
+    ),
+    vllm=((".attn.to_out.0", ".attn.to_out"),),
+)
+
+Z_IMAGE = NameMap(
+    name="z_image",
+    transformer_class="ZImageTransformer2DModel",
+    aliases=("ZImagePipeline",),
+    rules=(
+        *_same(
+            *(
+                f"{part}.{{i}}.{x}"
+                for part in ("layers", "noise_refiner", "context_refiner")
+                for x in (
+                    *(f"attention.{p}" for p in ("to_q", "to_k", "to_v", "to_out.0")),
+                    *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3", "adaLN_modulation.0"),
+                )
+            ),
+            *("all_x_embedder.2-1", "all_final_layer.2-1.linear", "all_final_layer.2-1.adaLN_modulation.1"),
+            *("cap_embedder.1", "t_embedder.mlp.0", "t_embedder.mlp.2"),
+        ),
+        # what tools that train on the original weights write
+        *(
+            rule
+            for part in ("layers", "noise_refiner", "context_refiner")
+            for rule in (
+                *_fused(
+                    f"{part}.{{i}}.attention.qkv",
+                    *(f"{part}.{{i}}.attention.{x}" for x in ("to_q", "to_k", "to_v")),
+                    write=False,
+                ),
+                Rule(f"{part}.{{i}}.attention.to_out.0", f"{part}.{{i}}.attention.out", write=False),
+            )
+        ),
+    ),
+    vllm=((".attention.to_out.0", ".attention.to_out"),),
+)
+
+WAN = NameMap(
+    name="wan",
+    transformer_class="WanTransformer3DModel",
+    aliases=("WanPipeline",),
+    rules=(
+        *(
+            Rule(f"blocks.{{i}}.{ours}.{x}", f"blocks.{{i}}.{theirs}.{y}")
+            for ours, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
+            for x, y in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))
+        ),
+        Rule("blocks.{i}.attn2.add_k_proj", "blocks.{i}.cross_attn.k_img"),
+        Rule("blocks.{i}.attn2.add_v_proj", "blocks.{i}.cross_attn.v_img"),
+        Rule("blocks.{i}.ffn.net.0.proj", "blocks.{i}.ffn.0"),
+        Rule("blocks.{i}.ffn.net.2", "blocks.{i}.ffn.2"),
+        # diffusers reads no alpha outside the blocks
+        *(
+            Rule(f"condition_embedder.{ours}", theirs, fold_alpha=True)
+            for ours, theirs in (
+                ("time_proj", "time_projection.1"),
+                ("time_embedder.linear_1", "time_embedding.0"),
+                ("time_embedder.linear_2", "time_embedding.2"),
+                ("text_embedder.linear_1", "text_embedding.0"),
+                ("text_embedder.linear_2", "text_embedding.2"),
+                ("image_embedder.ff.net.0.proj", "img_emb.proj.1"),
+                ("image_embedder.ff.net.2", "img_emb.proj.3"),
+            )
+        ),
+        Rule("proj_out", "head.head", fold_alpha=True),
+    ),
+    vllm=((".to_out.0", ".to_out"), (".ffn.net.0.proj", ".ffn.net_0.proj"), (".ffn.net.2", ".ffn.net_2")),
+)
+
+_FLUX_BLOCK, _FLUX_SINGLE = "transformer_blocks.{i}", "single_transformer_blocks.{i}"
+
+FLUX = NameMap(
+    name="flux",
+    transformer_class="FluxTransformer2DModel",
+    aliases=("FluxPipeline",),
+    comfy_prefix="lora_unet_",
+    rules=(
+        *_fused("double_blocks.{i}.img_attn.qkv", *(f"{_FLUX_BLOCK}.attn.to_{x}" for x in "qkv")),
+        *_fused("double_blocks.{i}.txt_attn.qkv", *(f"{_FLUX_BLOCK}.attn.add_{x}_proj" for x in "qkv")),
+        Rule(f"{_FLUX_BLOCK}.attn.to_out.0", "double_blocks.{i}.img_attn.proj"),
+        Rule(f"{_FLUX_BLOCK}.attn.to_add_out", "double_blocks.{i}.txt_attn.proj"),
+        Rule(f"{_FLUX_BLOCK}.ff.net.0.proj", "double_blocks.{i}.img_mlp.0"),
+        Rule(f"{_FLUX_BLOCK}.ff.net.2", "double_blocks.{i}.img_mlp.2"),
+        Rule(f"{_FLUX_BLOCK}.ff_context.net.0.proj", "double_blocks.{i}.txt_mlp.0"),
+        Rule(f"{_FLUX_BLOCK}.ff_context.net.2", "double_blocks.{i}.txt_mlp.2"),
+        Rule(f"{_FLUX_BLOCK}.norm1.linear", "double_blocks.{i}.img_mod.lin"),
+        Rule(f"{_FLUX_BLOCK}.norm1_context.linear", "double_blocks.{i}.txt_mod.lin"),
+        *_fused(
+            "single_blocks.{i}.linear1",
+            *(f"{_FLUX_SINGLE}.attn.to_{x}" for x in "qkv"),
+            f"{_FLUX_SINGLE}.proj_mlp",
+            widths=(1, 1, 1, 4),
+        ),
+        Rule(f"{_FLUX_SINGLE}.proj_out", "single_blocks.{i}.linear2"),
+        Rule(f"{_FLUX_SINGLE}.norm.linear", "single_blocks.{i}.modulation.lin"),
+        # ComfyUI reads these; diffusers 0.40 converts them to keys without the "transformer." prefix and drops them
+        *(
+            Rule(ours, theirs, stock=False)
+            for ours, theirs in (
+                ("x_embedder", "img_in"),
+                ("context_embedder", "txt_in"),
+                (_TIME[0], "time_in.in_layer"),
+                (_TIME[1], "time_in.out_layer"),
+                ("time_text_embed.text_embedder.linear_1", "vector_in.in_layer"),
+                ("time_text_embed.text_embedder.linear_2", "vector_in.out_layer"),
+                ("time_text_embed.guidance_embedder.linear_1", "guidance_in.in_layer"),
+                ("time_text_embed.guidance_embedder.linear_2", "guidance_in.out_layer"),
+                ("proj_out", "final_layer.linear"),
+            )
+        ),
+        Rule("norm_out.linear", "final_layer.adaLN_modulation.1", swap_halves=True, stock=False),
+    ),
+    vllm=((".attn.to_out.0", ".attn.to_out"),),
+)
+
+_SD3_BLOCK, _SD3_X, _SD3_C = "transformer_blocks.{i}", "joint_blocks.{i}.x_block", "joint_blocks.{i}.context_block"
+
+SD3 = NameMap(
+    name="sd3",
+    transformer_class="SD3Transformer2DModel",
+    aliases=("StableDiffusion3Pipeline",),
+    comfy_loader=False,
+    # norm1_context has no rule: in the last block its halves are swapped, in the others not
+    rules=(
+        *_fused(f"{_SD3_X}.attn.qkv", *(f"{_SD3_BLOCK}.attn.to_{x}" for x in "qkv")),
+        *_fused(f"{_SD3_X}.attn2.qkv", *(f"{_SD3_BLOCK}.attn2.to_{x}" for x in "qkv")),
+        *_fused(f"{_SD3_C}.attn.qkv", *(f"{_SD3_BLOCK}.attn.add_{x}_proj" for x in "qkv")),
+        Rule(f"{_SD3_BLOCK}.attn.to_out.0", f"{_SD3_X}.attn.proj"),
+        Rule(f"{_SD3_BLOCK}.attn2.to_out.0", f"{_SD3_X}.attn2.proj"),
+        Rule(f"{_SD3_BLOCK}.attn.to_add_out", f"{_SD3_C}.attn.proj"),
+        Rule(f"{_SD3_BLOCK}.ff.net.0.proj", f"{_SD3_X}.mlp.fc1"),
+        Rule(f"{_SD3_BLOCK}.ff.net.2", f"{_SD3_X}.mlp.fc2"),
+        Rule(f"{_SD3_BLOCK}.ff_context.net.0.proj", f"{_SD3_C}.mlp.fc1"),
+        Rule(f"{_SD3_BLOCK}.ff_context.net.2", f"{_SD3_C}.mlp.fc2"),
+        Rule(f"{_SD3_BLOCK}.norm1.linear", f"{_SD3_X}.adaLN_modulation.1"),
+        Rule("context_embedder", "context_embedder"),
+        Rule(_TIME[0], "t_embedder.mlp.0"),
+        Rule(_TIME[1], "t_embedder.mlp.2"),
+        Rule("time_text_embed.text_embedder.linear_1", "y_embedder.mlp.0"),
+        Rule("time_text_embed.text_embedder.linear_2", "y_embedder.mlp.2"),
+        Rule("proj_out", "final_layer.linear"),
+        Rule("norm_out.linear", "final_layer.adaLN_modulation.1", swap_halves=True),
+    ),
+)
+
+MAPS = (QWEN_IMAGE, FLUX, SD3, Z_IMAGE, WAN)

@@ -1,0 +1,156 @@
+"""The same layer under its many names: neutral (= diffusers, PEFT), ComfyUI, and vLLM-Omni.
+
+Maps are data: one `NameMap` per architecture in `maps.py`. A rule's pattern uses ``{i}`` for a block number. ComfyUI
+keeps some projections fused (``qkv``, FLUX ``linear1``); a `Part` says which slice of the fused weight a layer is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from .errors import NameMapError
+
+
+@dataclass(frozen=True)
+class Part:
+    """Slice ``index`` of a fused layer whose rows divide in the proportion ``widths``."""
+
+    index: int
+    widths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """neutral name ↔ ComfyUI name of one kind of layer.
+
+    Args:
+        neutral, comfy: patterns with ``{i}`` for the block number.
+        part: set when ``comfy`` is a fused layer.
+        fold_alpha: stock loaders read no alpha for this layer, so the writer multiplies it into B.
+        swap_halves: the rows of B come in the other order (the final modulation: scale, shift ↔ shift, scale).
+        stock: False where stock diffusers cannot read this layer back from a ComfyUI file.
+        write: False for names that are understood when read and never written.
+    """
+
+    neutral: str
+    comfy: str
+    part: Part | None = None
+    fold_alpha: bool = False
+    swap_halves: bool = False
+    stock: bool = True
+    write: bool = True
+
+    @cached_property
+    def matcher(self) -> re.Pattern[str]:
+        return _compile(self.neutral)
+
+    @cached_property
+    def comfy_matcher(self) -> re.Pattern[str]:
+        return _compile(self.comfy)
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """Everything about the names of one architecture.
+
+    Args:
+        name: short name, as in ``get_map("qwen_image")``.
+        transformer_class: diffusers class whose module names are the neutral ones.
+        rules: every Linear that can carry a LoRA; the first match counts.
+        comfy_prefix: ``"diffusion_model."`` with dots kept, or ``"lora_unet_"`` with dots turned to underscores (kohya).
+        vllm: (suffix, replacement) pairs on whole name segments, for vLLM-Omni's module tree.
+        comfy_loader: whether stock diffusers reads this ComfyUI layout.
+    """
+
+    name: str
+    transformer_class: str
+    rules: tuple[Rule, ...]
+    comfy_prefix: str = "diffusion_model."
+    vllm: tuple[tuple[str, str], ...] = ()
+    comfy_loader: bool = True
+    aliases: tuple[str, ...] = field(default=())
+
+    def rule(self, neutral: str) -> tuple[Rule, str]:
+        """The rule for a layer and its block number ("" when the name has none). Raises ``NameMapError``."""
+        for rule in self.rules:
+            if rule.write and (found := rule.matcher.fullmatch(neutral)):
+                return rule, found.groupdict().get("i", "")
+        raise NameMapError(
+            f"{self.name}: no rule for layer {neutral!r}. Known layers: {', '.join(r.neutral for r in self.rules)}."
+        )
+
+    def to_comfy(self, neutral: str) -> tuple[str, Part | None]:
+        """ComfyUI's layer name, without prefix, and which slice of it when it is fused."""
+        rule, block = self.rule(neutral)
+        return rule.comfy.replace("{i}", block), rule.part
+
+    def from_comfy(self, comfy: str) -> list[tuple[str, Rule]]:
+        """Neutral layers (several, in slice order, when fused) for a ComfyUI name without prefix."""
+        found = []
+        for rule in self.rules:
+            if match := rule.comfy_matcher.fullmatch(comfy):
+                found.append((rule.neutral.replace("{i}", match.groupdict().get("i", "")), rule))
+        if not found:
+            raise NameMapError(f"{self.name}: no rule for the ComfyUI layer {comfy!r}.")
+        return sorted(found, key=lambda item: item[1].part.index if item[1].part else 0)
+
+    def comfy_key(self, comfy: str) -> str:
+        """Layer name as it stands in a file."""
+        return self.comfy_prefix + (comfy.replace(".", "_") if self.kohya else comfy)
+
+    @property
+    def kohya(self) -> bool:
+        return self.comfy_prefix == "lora_unet_"
+
+    def comfy_of_key(self, key: str) -> str:
+        """Inverse of `comfy_key` for both prefixes; underscores are resolved with the rules, as names have their own."""
+        if key.startswith("diffusion_model."):
+            return key.removeprefix("diffusion_model.")
+        bare = key.removeprefix("lora_unet_")
+        for rule in self.rules if bare != key else ():
+            if match := _compile(rule.comfy.replace(".", "_")).fullmatch(bare):
+                return rule.comfy.replace("{i}", match.groupdict().get("i", ""))
+        raise NameMapError(f"{self.name}: no rule for the ComfyUI layer {key!r}.")
+
+    def to_vllm(self, neutral: str) -> str:
+        """vLLM-Omni's name for the layer (its fused qkv is addressed by the names of the slices)."""
+        self.rule(neutral)
+        for old, new in self.vllm:
+            if neutral.endswith(old):
+                return neutral.removesuffix(old) + new
+        return neutral
+
+    def from_vllm(self, name: str) -> str:
+        """Inverse of `to_vllm`."""
+        for old, new in self.vllm:
+            if name.endswith(new) and not name.endswith(old):
+                return name.removesuffix(new) + old
+        return name
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.escape(pattern).replace(r"\{i\}", r"(?P<i>\d+)"))
+
+
+def get_map(name: str) -> NameMap:
+    """Map by short name (``"qwen_image"``), transformer class or pipeline class; raises ``NameMapError``."""
+    from .maps import MAPS
+
+    for entry in MAPS:
+        if name in (entry.name, entry.transformer_class, *entry.aliases):
+            return entry
+    raise NameMapError(f"no name map for {name!r}; known: {', '.join(entry.name for entry in MAPS)}.")
+
+
+def guess_map(modules: Iterable[str]) -> NameMap:
+    """The map whose rules know every given neutral module; raises ``NameMapError`` for none. Ties go to the first."""
+    from .maps import MAPS
+
+    names = list(modules)
+    for entry in MAPS:
+        if all(any(rule.matcher.fullmatch(name) for rule in entry.rules) for name in names):
+            return entry
+    raise NameMapError(f"no architecture has all of these layers: {names[:4]!r}…; name it with architecture=….")
