@@ -171,11 +171,14 @@ class DiffusersBackend:
                 raise _AllAbortedError
             return self.spec.velocity(self.transformer, x_t, sigma, cond, negative=negative, **options)
 
-        window = torch.tensor([r.window for r in batch], dtype=torch.long) if first.window else None
-        if first.start_step:
-            raise RolloutConfigError("start_step > 0 is not supported here yet.")
+        start, part = first.start_step, schedule
+        if start:  # an edit: the given picture, noised to the level at which the run begins
+            clean = torch.stack([_clean_latents(request, shape) for request in batch]).to(self.device)
+            level = float(schedule.sigmas[start])
+            x, part = (1 - level) * clean + level * x, SigmaSchedule(schedule.sigmas[start:])
+        window = torch.tensor([r.window for r in batch], dtype=torch.long) - start if first.window else None
         return rollout(
-            velocity, x, schedule, kind=first.kind, noise_level=first.noise_level, window=window, generators=generators
+            velocity, x, part, kind=first.kind, noise_level=first.noise_level, window=window, generators=generators
         )
 
     def _schedule(self, request: GenerationRequest) -> SigmaSchedule:
@@ -211,7 +214,7 @@ class DiffusersBackend:
         schedule: SigmaSchedule,
     ) -> list[DiffusionOutput]:
         """Cut the batch into outputs that own nothing of each other's rows but the shared sigma grid."""
-        sigmas = trajectory.sigmas.float().cpu()
+        sigmas = schedule.sigmas.cpu()
         final = trajectory.final.cpu()
         traced = batch[0].return_trajectory
         window = bool(batch[0].window) and traced
@@ -219,6 +222,7 @@ class DiffusersBackend:
         if window:
             names = ("latents", "next_latents", "step_index", "std")
             parts = {name: getattr(trajectory, name).cpu() for name in names}
+            parts["step_index"] = parts["step_index"] + batch[0].start_step
         log_probs = trajectory.log_probs.cpu() if window and trajectory.log_probs is not None else None
         embeds = _embeds_rows("", cond, len(batch)) + (
             _embeds_rows("negative_", negative, len(batch)) if negative else []
@@ -326,6 +330,14 @@ class DiffusersBackend:
             yield
         finally:
             self._seconds[phase] += time.perf_counter() - start
+
+
+def _clean_latents(request: GenerationRequest, shape: tuple[int, ...]) -> Tensor:
+    latents = request.init_latents
+    if latents is None or tuple(latents.shape) != tuple(shape):
+        given = None if latents is None else tuple(latents.shape)
+        raise RolloutConfigError(f"init_latents {given} do not fit: this size of picture needs {tuple(shape)}.")
+    return latents.float()
 
 
 def _embeds_rows(prefix: str, embeds: Any, count: int) -> list[tuple[str, list[Tensor]]]:
