@@ -74,7 +74,7 @@ def curves(rows: Rows) -> str:
         line_chart(
             "Rollout against trainer",
             [Series("gap", points(rows, _first(rows, LOGPROB_GAP)), "c4")],
-            note="largest difference of log-probs",
+            note="largest |Δ log-prob|",
             floor=0.0,
         ),
         line_chart("Seconds per step", _times(rows), floor=0.0),
@@ -134,9 +134,10 @@ def _ratio(rows: Rows) -> list[Series]:
 
 
 def _times(rows: Rows) -> list[Series]:
-    """The whole step and its five longest parts."""
+    """The whole step and its five longest parts; what is not done in most steps (validation) is left out."""
     totals = ("time/step", "time/step_s", "time/total")
     keys = [key for key in metric_names(rows) if key.startswith("time/")]
+    keys = [key for key in keys if sum(key in row for row in rows) > len(rows) / 2]
     total = next((key for key in totals if key in keys), None)
     cost = {key: sum(y for _, y in points(rows, key) if math.isfinite(y)) for key in keys if key not in totals}
     longest = sorted(cost, key=lambda key: cost[key], reverse=True)[: 5 if total else 6]

@@ -2,7 +2,7 @@
 
 Every row goes to the disk (flush and fsync) before `append` returns. A row that a kill tore in half is cut off when the
 file is opened again; `truncate_after` drops the rows that a resumed run will write anew. NaN and infinity are not JSON:
-they are stored as null and counted under `metrics/non_finite`, so they show as gaps in the curves and as a number in the row.
+they are stored as null and counted in the row under `metrics/non_finite`; the curves show a gap.
 """
 
 from __future__ import annotations

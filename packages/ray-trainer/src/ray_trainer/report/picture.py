@@ -18,7 +18,7 @@ _TILE, _GAP, _LABEL, _MIDDLE, _MARGIN, _HEAD = 52, 8, 196, 44, 24, 66
 
 
 def before_after_png(run_dir: str | os.PathLike[str], path: str | os.PathLike[str], *, prompts: int = 10) -> Path:
-    """Draw `prompts` evenly picked held-out prompts: first validation left, last right, green frames where all is right.
+    """Draw `prompts` evenly picked prompts: first validation left, last right, green frames where all is right.
 
     Raises:
         ReportError: the run has fewer than two validations, or they share no prompt.

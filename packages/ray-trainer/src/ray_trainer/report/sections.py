@@ -17,12 +17,13 @@ OPEN_ROWS = 12  # of these, so many are in sight before "show all"
 MAX_COLUMNS = 8
 SHEET_BUDGET = 650_000  # encoded bytes of each of the two big sheets
 FILM_BUDGET = 220_000
+LOWER_IS_BETTER = {"off"}  # the share of pixels off the palette
 
 _T = TypeVar("_T")
 
 
 def before_after(before: Validation, after: Validation) -> str:
-    """Rows of prompts: the first validation's pictures left, the last one's right, same seeds; green frames are strict."""
+    """Rows of prompts: pictures of the first validation left, of the last one right, same seeds; green is strict."""
     pairs = paired_rows(before, after)
     chosen = evenly(sorted(pairs), MAX_ROWS)
     if not chosen:
@@ -63,7 +64,8 @@ def before_after(before: Validation, after: Validation) -> str:
         f'<div class="pair head"><p class="prompt"></p><div>before <small>step {before.step}</small></div>'
         f'<span class="arrow"></span><div>after <small>step {after.step}</small></div></div>'
     )
-    return f'<style>{"".join(sides)}</style>{button}<div class="pairs">{head}{"".join(lines)}</div>'
+    hint = '<p class="hint">upper row before, lower row after</p>'
+    return f'<style>{"".join(sides)}</style>{button}{hint}<div class="pairs">{head}{"".join(lines)}</div>'
 
 
 def over_time(validations: Sequence[Validation]) -> str:
@@ -107,7 +109,8 @@ def changes_table(changes: Sequence[Change]) -> str:
             f"<small> ± {number(change.difference.stderr)}</small></td><td>{z}</td></tr>"
         )
     head = "<tr><th></th><td>before</td><td>after</td><td>difference</td><td>in standard errors</td></tr>"
-    return f'<table class="changes"><thead>{head}</thead><tbody>{"".join(lines)}</tbody></table>'
+    body = "".join(lines)
+    return f'<div class="scroll fit"><table class="changes"><thead>{head}</thead><tbody>{body}</tbody></table></div>'
 
 
 def prompt_table(before: Validation, after: Validation) -> str:
@@ -122,8 +125,9 @@ def prompt_table(before: Validation, after: Validation) -> str:
         for name in names:
             old, new = values[name][0][row], values[name][1][pairs[row]]
             bar = _dumbbell(old, new) if name == "reward" else ""
-            tone = "up" if new > old + 1e-9 else "down" if new < old - 1e-9 else "same"
-            text = f"<span>{_compact(old)} → <b>{_compact(new)}</b></span>"
+            gain = (old - new) if name in LOWER_IS_BETTER else (new - old)
+            tone = "up" if gain > 1e-9 else "down" if gain < -1e-9 else "same"
+            text = f"<span>{_fixed(old)} → <b>{_fixed(new)}</b></span>"
             cells.append(f'<td data-v="{new - old:.4f}" class="{tone}">{bar}{text}</td>')
         lines.append(f"<tr>{''.join(cells)}</tr>")
     heads = "".join(f'<td><button type="button">{escape(name)}</button></td>' for name in names)
@@ -179,10 +183,10 @@ def _with_error(value: Estimate) -> str:
 
 
 def _direction(change: Change) -> str:
-    """Up or down only beyond two standard errors; "off", the share of stray pixels, is better when it falls."""
+    """Up or down only beyond two standard errors."""
     if not abs(change.z) >= 2:
         return "same"
-    return "up" if (change.z > 0) != (change.name == "off") else "down"
+    return "up" if (change.z > 0) != (change.name in LOWER_IS_BETTER) else "down"
 
 
 def _compact(value: float) -> str:
@@ -193,3 +197,8 @@ def _compact(value: float) -> str:
         if abs(value) < 100
         else number(value)
     )
+
+
+def _fixed(value: float) -> str:
+    """Two decimals, so that columns line up."""
+    return f"{value:.2f}" if math.isfinite(value) else "–"

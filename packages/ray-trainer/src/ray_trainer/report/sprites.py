@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from PIL import Image, features
 
 _LONGEST = 16_000  # WebP stores no side longer than 16383 pixels
+_LARGEST = 6_000_000  # pixels of a sheet: about 108 a side for 512 tiles, which is what a page shows
+_LOSSLESS = 3_000_000  # larger sheets are photographs in practice; trying them without loss costs seconds for nothing
 
 
 def sheet(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
@@ -22,23 +24,18 @@ def sheet(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
 
 
 def data_uri(image: Image.Image, budget: int) -> str:
-    """The image as a data URI of about `budget` encoded bytes at most: lossless if it fits, else lossy, else smaller."""
-    if max(image.size) > _LONGEST:
-        image = image.copy()
-        image.thumbnail((_LONGEST, _LONGEST), Image.Resampling.LANCZOS)
-    if features.check("webp"):
+    """The image as a data URI of at most `budget` encoded bytes: lossless if it fits, else lossy, else smaller too."""
+    image = _within(image, _LARGEST)
+    if features.check("webp") and image.width * image.height <= _LOSSLESS:
         content = _encode(image, "WEBP", lossless=True, method=4)
         if len(content) <= budget:
             return _uri(content, "webp")
-    lossy = "WEBP" if features.check("webp") else "JPEG"
-    for scale in (1.0, 0.75, 0.5, 0.35, 0.25):
-        size = (max(1, int(image.width * scale)), max(1, int(image.height * scale)))
-        scaled = image if scale == 1 else image.resize(size, Image.Resampling.LANCZOS)
-        for quality in (92, 82, 70):
-            content = _encode(scaled, lossy, quality=quality)
-            if len(content) <= budget:
-                return _uri(content, lossy.lower())
-    return _uri(content, lossy.lower())
+    kind = "WEBP" if features.check("webp") else "JPEG"
+    content = _encode(image, kind, quality=88)
+    while len(content) > budget and min(image.size) > 1:
+        image = _within(image, int(0.9 * image.width * image.height * budget / len(content)))
+        content = _encode(image, kind, quality=80)
+    return _uri(content, kind.lower())
 
 
 def position(number: int, columns: int, rows: int) -> str:
@@ -46,6 +43,14 @@ def position(number: int, columns: int, rows: int) -> str:
     x = 100 * (number % columns) / max(1, columns - 1)
     y = 100 * (number // columns) / max(1, rows - 1)
     return f"{x:.4g}% {y:.4g}%"
+
+
+def _within(image: Image.Image, pixels: int) -> Image.Image:
+    """The image, scaled down to at most so many pixels and to sides that the format can store."""
+    scale = min(1.0, (pixels / (image.width * image.height)) ** 0.5, _LONGEST / max(image.size))
+    if scale == 1.0:
+        return image
+    return image.resize((max(1, int(image.width * scale)), max(1, int(image.height * scale))), Image.Resampling.LANCZOS)
 
 
 def _encode(image: Image.Image, kind: str, **options: object) -> bytes:

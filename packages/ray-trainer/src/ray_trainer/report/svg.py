@@ -1,4 +1,4 @@
-"""Line charts as inline SVG. Colours and fonts come from the page's style sheet; the numbers ride along for its script."""
+"""Line charts as inline SVG. Colours and fonts come from the page's style sheet; its script reads the numbers."""
 
 from __future__ import annotations
 
@@ -188,18 +188,16 @@ def _smoothed(points: Sequence[Point]) -> list[Point]:
     reach = max(1, len(points) // 24)
     smooth = []
     for i, (x, _) in enumerate(points):
-        near = min(reach, i, len(points) - 1 - i) or (1 if reach else 0)
-        window = points[max(0, i - near) : i + near + 1]
+        window = points[max(0, i - reach) : i + reach + 1]
         smooth.append((x, sum(y for _, y in window) / len(window)))
     return smooth
 
 
 def _tick(value: float) -> str:
-    return (
-        f"{value:g}"
-        if value == 0 or 1e-3 <= abs(value) < 1e5
-        else f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
-    )
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:g}"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
 
 def _short(value: float) -> float:
