@@ -1,0 +1,192 @@
+"""What a person can choose about the loss. Imports without torch, so that a config can be checked anywhere.
+
+Every field that exists because public systems disagree names its readings, and its comment says why the default is
+the default. `packages/diffusion-losses/README.md` lists which mode reads which tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from diffusion_losses.errors import LossError, unknown_name
+
+POLICY_GRADIENT = "policy_gradient"
+FORWARD_PROCESS = "forward_process"
+
+# Name of a loss mode -> its family. `registry.register_loss` adds to it, which is how a config learns a new name.
+LOSS_MODES: dict[str, str] = {
+    "flow_grpo": POLICY_GRADIENT,
+    "dance_grpo": POLICY_GRADIENT,
+    "mix_grpo": POLICY_GRADIENT,
+    "grpo_guard": POLICY_GRADIENT,
+    "flow_dppo": POLICY_GRADIENT,
+    "gspo": POLICY_GRADIENT,
+    "diffusion_nft": FORWARD_PROCESS,
+    "dpo": FORWARD_PROCESS,
+    "awm": FORWARD_PROCESS,
+}
+
+MEAN_KL_KINDS = ("std", "paper", "flow_grpo", "unscaled")
+VELOCITY_KL_KINDS = ("velocity", "velocity_std", "velocity_paper")
+KL_KINDS = ("auto", *MEAN_KL_KINDS, *VELOCITY_KL_KINDS, "old_policy")
+STEP_WEIGHTINGS = ("auto", "uniform", "inverse_step", "noise_scale")
+CLIP_SPACES = ("log_ratio", "ratio")
+MASK_BOUNDARIES = ("at_or_above", "above")
+ADVANTAGE_MODES = ("all", "positive_only", "negative_only", "one_only", "binary")
+NFT_FORMS = ("adaptive", "theorem")
+PREFERENCE_LOSSES = ("sigmoid", "ipo", "hinge")
+PAIR_LAYOUTS = ("interleaved", "halves")
+AWM_WEIGHTINGS = ("uniform", "t", "t2", "huber", "ghuber")
+AWM_ADVANTAGES = ("raw", "unit")
+RATIO_LEVELS = ("step", "trajectory")
+
+_CHOICES = {
+    "kl_kind": KL_KINDS,
+    "step_weighting": STEP_WEIGHTINGS,
+    "guard_clip": CLIP_SPACES,
+    "kl_mask_boundary": MASK_BOUNDARIES,
+    "adv_mode": ADVANTAGE_MODES,
+    "nft_form": NFT_FORMS,
+    "dpo_loss": PREFERENCE_LOSSES,
+    "pair_layout": PAIR_LAYOUTS,
+    "awm_weighting": AWM_WEIGHTINGS,
+    "awm_advantage": AWM_ADVANTAGES,
+    "awm_ratio": RATIO_LEVELS,
+}
+_POSITIVE = ("clip_ratio", "adv_clip_max", "mix_beta", "adaptive_weight_min", "dpo_beta", "awm_power")
+_NOT_NEGATIVE = ("ref_kl_coef", "kl_mask_threshold")
+
+
+@dataclass(frozen=True)
+class DiffusionLossConfig:
+    """One loss, fully named.
+
+    Raises `LossError` (a `ValueError`) for an unknown name, a clip or a beta that is not above zero, or a negative
+    coefficient.
+    """
+
+    loss_mode: str = "flow_grpo"
+    # Ratio clip epsilon. 1e-4 is FlowGRPO's and DanceGRPO's: log-probs are means over elements, so ratios are close
+    # to 1. GRPO-Guard is published with 2e-6; MixGRPO with 1e-4; AWM's own code with 1 (inactive).
+    clip_ratio: float = 1e-4
+    # Advantages are clamped to +-this (every public system but Flow-DPPO's). It is also NFT's normaliser.
+    adv_clip_max: float = 5.0
+    # DiffusionNFT's beta. 0.5 is verl-omni's; the NFT paper uses 1 for single rewards and 0.1 for OCR and mixtures.
+    mix_beta: float = 0.5
+    # Weight of the KL term, in every mode.
+    ref_kl_coef: float = 0.0
+    # Floor of NFT's adaptive weights.
+    adaptive_weight_min: float = 1e-5
+    # Diffusion-DPO's beta. 2000 is verl-omni's and Flow-Factory's default; FlowGRPO's script uses 100.
+    dpo_beta: float = 2000.0
+    # Flow-DPPO's divergence threshold, and whether that divergence is divided by S^2 (paper) or only by 2
+    # (verl-omni's switch).
+    kl_mask_threshold: float = 1e-5
+    add_kl_coefficient: bool = True
+
+    # Which KL `ref_kl_coef` weighs (see kl.py). "auto": "std" for policy gradients, which is the closed form of the
+    # Gaussian KL per element with the transition's own total std; "velocity" for the forward process, which has no
+    # transition; "old_policy" for mix_grpo, whose published KL is taken against the behaviour policy.
+    kl_kind: str = "auto"
+    # Per-step weights of the policy term. "auto": "inverse_step" (1/h) for grpo_guard as in its paper and verl-omni
+    # (Flow-Factory leaves it out: "uniform"), "uniform" for the rest. data["step_weights"] replaces the named weights.
+    step_weighting: str = "auto"
+    # Where grpo_guard clips. fp32 cannot hold 1 +- 2e-6, so verl-omni's "ratio" clip moves the bound to 2.027e-6.
+    guard_clip: str = "log_ratio"
+    # Flow-DPPO masks when D >= threshold (both public codes) or D > threshold (its paper).
+    kl_mask_boundary: str = "at_or_above"
+    # Flow-DPPO's codes do not clamp advantages inside the loss.
+    dppo_clamp_advantages: bool = False
+
+    # How DiffusionNFT turns an advantage into an optimality probability.
+    adv_mode: str = "all"
+    # "adaptive" is what both public codes run: error over its own detached size, times adv_clip_max / beta.
+    # "theorem" is the unweighted loss for which the paper proves v* = v_old + (2 / beta) Delta.
+    nft_form: str = "adaptive"
+
+    dpo_loss: str = "sigmoid"
+    # "interleaved" (w0, l0, w1, l1, ...; verl-omni) survives being cut into micro-batches of even size;
+    # "halves" (w..., l...; FlowGRPO) does not, hence the default.
+    pair_layout: str = "interleaved"
+
+    # AWM's published code uses ghuber, "unit" advantages and an inactive clip of 1; Flow-Factory uses uniform, "raw"
+    # and a clip of 1e-4. The default is Flow-Factory's set because it is the one that goes with this config's
+    # clip_ratio.
+    awm_weighting: str = "uniform"
+    awm_power: float = 0.25
+    awm_advantage: str = "raw"
+    # "trajectory" is AWM's `sum_first`: one ratio per sample from the mean over its [B, W] noise levels.
+    awm_ratio: str = "step"
+
+    def __post_init__(self) -> None:
+        if self.loss_mode not in LOSS_MODES:
+            raise unknown_name("loss_mode", self.loss_mode, LOSS_MODES)
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise unknown_name(name, getattr(self, name), known)
+        for name in _POSITIVE:
+            require_positive(name, getattr(self, name))
+        for name in _NOT_NEGATIVE:
+            value = getattr(self, name)
+            if not value >= 0 or math.isinf(value):
+                raise LossError(f"{name}={value!r} must be zero or a positive number; use 0 to switch it off")
+        if self.family == FORWARD_PROCESS and self.resolved_kl_kind != "velocity":
+            raise LossError(
+                f"kl_kind={self.kl_kind!r} needs the transitions of a trajectory, which loss_mode={self.loss_mode!r} "
+                "does not have; use kl_kind='velocity' or 'auto'"
+            )
+
+    @property
+    def family(self) -> str:
+        """`"policy_gradient"` (needs a stochastic trajectory) or `"forward_process"` (needs clean latents only)."""
+        return LOSS_MODES[self.loss_mode]
+
+    @property
+    def resolved_kl_kind(self) -> str:
+        """`kl_kind` with "auto" resolved for this mode."""
+        if self.kl_kind != "auto":
+            return self.kl_kind
+        if self.loss_mode == "mix_grpo":
+            return "old_policy"
+        return "std" if self.family == POLICY_GRADIENT else "velocity"
+
+    @property
+    def resolved_step_weighting(self) -> str:
+        """`step_weighting` with "auto" resolved for this mode."""
+        if self.step_weighting != "auto":
+            return self.step_weighting
+        return "inverse_step" if self.loss_mode == "grpo_guard" else "uniform"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference policy must be evaluated: `ref_means` or `ref_velocity` must be in `data`."""
+        return self.loss_mode == "dpo" or (self.ref_kl_coef > 0 and self.resolved_kl_kind != "old_policy")
+
+    @property
+    def reference_key(self) -> str | None:
+        """The key of `data` that carries the reference's output, or None when no reference is needed."""
+        if not self.needs_reference:
+            return None
+        return "ref_means" if self.resolved_kl_kind in MEAN_KL_KINDS else "ref_velocity"
+
+    @property
+    def needs_old_means(self) -> bool:
+        """Whether `data["old_means"]` is read."""
+        return self.loss_mode in ("grpo_guard", "flow_dppo")
+
+    @property
+    def needs_old_velocity(self) -> bool:
+        """Whether `data["old_velocity"]` is read (AWM also takes `old_log_probs` in its place)."""
+        return self.loss_mode in ("diffusion_nft", "awm")
+
+    @property
+    def needs_trajectory(self) -> bool:
+        """Whether all steps of a sample must come in one call, as `[B, W]`."""
+        return self.loss_mode == "gspo" or (self.loss_mode == "awm" and self.awm_ratio == "trajectory")
+
+
+def require_positive(name: str, value: float) -> None:
+    """Raise `LossError` unless `value` is a finite number above zero."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0 or math.isinf(value):
+        raise LossError(f"{name}={value!r} must be a finite number above zero; the method divides or clips by it")

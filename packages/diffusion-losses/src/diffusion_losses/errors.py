@@ -1,0 +1,22 @@
+"""The one error of this package, and the helper that words an unknown name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LossError(ValueError):
+    """A loss or an advantage was asked for with input that has no defined answer.
+
+    The message says what was given, why it cannot work and what to change. It is a `ValueError`, and it carries its
+    message as its only argument, so it survives pickling between processes.
+    """
+
+
+def unknown_name(argument: str, value: object, known: Iterable[str]) -> LossError:
+    """Word the error for a name outside `known`: lists the known names and the nearest one."""
+    names = sorted(known)
+    nearest = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    return LossError(f"{argument}={value!r} is unknown; choose one of {', '.join(names)}{hint}")

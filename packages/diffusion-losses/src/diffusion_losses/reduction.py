@@ -1,0 +1,88 @@
+"""From one value per element to one loss: sums, counts, and what several ranks must agree on.
+
+A data-parallel trainer averages gradients over ranks. For that average to be the gradient of the single-process
+loss, a rank that holds `n` of `N` counted elements must contribute `world * sum / N`, not its own mean: with uneven
+splits the mean of means is a different number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from diffusion_losses.errors import LossError
+from diffusion_losses.types import ElementLoss, LossOutput, Metrics
+
+
+def reduce_elements(elements: ElementLoss, *, global_count: int | None = None, dp_group: Any = None) -> LossOutput:
+    """Average an `ElementLoss` over its counted elements.
+
+    global_count: counted elements of the whole mini-batch, over all micro-batches and ranks. The loss is then
+        `world * local_sum / global_count`, no collective runs, and metrics describe this micro-batch.
+    dp_group: a `torch.distributed` group. Without `global_count`, sums and counts are all-reduced in two small
+        collectives (every rank must call): each rank's loss *value* and metrics are those of the single process, and
+        the mean over ranks of the gradients is its gradient.
+
+    An empty mask gives a zero loss that is still attached to the graph, so that no rank skips its backward.
+    Raises `LossError` when `global_count` is smaller than the elements counted here.
+    """
+    mask, objective = elements.mask, elements.objective
+    local_sum = torch.where(mask, objective, torch.zeros_like(objective)).sum()
+    world = dist.get_world_size(dp_group) if dp_group is not None else 1
+    if global_count is not None:
+        _check_count(global_count, mask)
+        metrics, _, _ = _statistics(elements, None)
+        return LossOutput(local_sum * (world / global_count), metrics)
+    metrics, count, total = _statistics(elements, dp_group)
+    loss = local_sum * (world / count.clamp(min=1)).to(local_sum.dtype)
+    if dp_group is not None:
+        # Same gradient, but the value that one process would report.
+        loss = loss + ((total / count.clamp(min=1)).to(loss.dtype) - loss).detach()
+    return LossOutput(loss, metrics)
+
+
+def _check_count(global_count: int, mask: Tensor) -> None:
+    local = int(mask.sum())
+    if isinstance(global_count, bool) or global_count < max(local, 1):
+        raise LossError(
+            f"data['global_count']={global_count!r} is smaller than the {local} elements counted in this call; it is "
+            "the number of counted elements of the whole mini-batch, over all micro-batches and ranks"
+        )
+
+
+@torch.no_grad()
+def _statistics(elements: ElementLoss, dp_group: Any) -> tuple[Metrics, Tensor, Tensor]:
+    """Metrics, number of counted elements and sum of the objective; over the ranks of `dp_group` when it is given."""
+    mask = elements.mask
+    values = {"actor/loss": elements.objective, **elements.means}
+    columns = [mask, *(_kept(value, mask) for value in values.values())]
+    if elements.ratio is not None:
+        off = _kept(elements.ratio.double() - 1.0, mask)  # around 1, where ratios live: the squares keep their digits
+        columns += [off, off * off]
+    sums = torch.stack([column.sum(dtype=torch.float64) for column in columns])
+    edges = None
+    if elements.ratio is not None:
+        ratio, none = elements.ratio.double(), torch.tensor(-torch.inf, dtype=torch.float64, device=mask.device)
+        edges = torch.stack([torch.where(mask, ratio, none).max(), torch.where(mask, -ratio, none).max()])
+    if dp_group is not None:
+        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=dp_group)
+        if edges is not None:
+            dist.all_reduce(edges, op=dist.ReduceOp.MAX, group=dp_group)
+    count, means = sums[0], sums[1:] / sums[0].clamp(min=1)
+    metrics = {name: means[i].float() for i, name in enumerate(values)}
+    if edges is not None:
+        first, second = means[len(values)], means[len(values) + 1]
+        empty = count == 0
+        metrics["actor/ratio_mean"] = (first + 1.0).float()
+        metrics["actor/ratio_std"] = (second - first * first).clamp(min=0).sqrt().float()
+        metrics["actor/ratio_max"] = torch.where(empty, torch.ones_like(first), edges[0]).float()
+        metrics["actor/ratio_min"] = torch.where(empty, torch.ones_like(first), -edges[1]).float()
+    metrics["actor/count"] = count.float()
+    return metrics, count, sums[1]
+
+
+def _kept(value: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, value.detach().double(), torch.zeros((), dtype=torch.float64, device=mask.device))
