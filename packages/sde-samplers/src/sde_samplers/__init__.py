@@ -1,7 +1,8 @@
-"""Samplers of diffusion reinforcement learning: sigma grids, SDE and ODE steps, log-probabilities, windows and replay."""
+"""Samplers of diffusion reinforcement learning: sigma grids, SDE and ODE steps, log-probs, windows and replay."""
 
 from .coefficients import StepCoefficients, step_coefficients
 from .errors import MissingDependencyError, NonFiniteError, ReplayMismatchError, SamplerError
+from .flash import flash_schedule
 from .logprob import default_form, gaussian_log_prob
 from .noise import draw_noise, initial_noise, sample_generator
 from .replay import replay
@@ -15,6 +16,8 @@ from .schedule import (
     from_diffusers,
     mu_from_tokens,
 )
+from .scheduler import FlowMatchSDEScheduler
+from .solvers import DpmStep, dpm_coefficients, dpm_step, effective_order
 from .steps import sde_step
 from .types import KINDS, LOG_PROB_FORMS, Kind, LogProbForm, SdeStep, Trajectory, VelocityFn
 from .windows import Decay, ExponentialDecay, Fixed, Progressive, Random, RandomSubset, Window, per_sample
@@ -26,8 +29,10 @@ __all__ = [
     "QWEN_IMAGE_SHIFT",
     "QWEN_IMAGE_SHIFT_TERMINAL",
     "Decay",
+    "DpmStep",
     "ExponentialDecay",
     "Fixed",
+    "FlowMatchSDEScheduler",
     "Kind",
     "LogProbForm",
     "MissingDependencyError",
@@ -44,7 +49,11 @@ __all__ = [
     "VelocityFn",
     "Window",
     "default_form",
+    "dpm_coefficients",
+    "dpm_step",
     "draw_noise",
+    "effective_order",
+    "flash_schedule",
     "flow_match",
     "from_diffusers",
     "gaussian_log_prob",

@@ -2,12 +2,13 @@
 
 Steps of the window are stochastic (`kind`, `noise_level`); all others follow the ODE. The window is shared by the batch
 or differs per sample. Mixed windows as in MixGRPO, arXiv 2507.21802; its Flash tail is `flash.flash_schedule` with
-`solver="dpm++2"` and `solver_steps="post"`.
+`solver="dpm2"` and `solver_steps="post"`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from .errors import NonFiniteError, SamplerError
 from .logprob import check_form
 from .noise import Generators, draw_noise
 from .schedule import SigmaSchedule
-from .steps import check_tensors, take_step
+from .solvers import SOLVER_ORDER, PastOutput, Solver, SolverType, dpm_step, effective_order
+from .steps import check_tensors, non_finite, take_step
 from .types import Kind, LogProbForm, SdeStep, Trajectory, VelocityFn
 
 WindowSteps = Sequence[int] | Tensor | None
@@ -35,6 +37,9 @@ def rollout(
     generators: Generators = None,
     step_noise: Tensor | None = None,
     return_means: bool = False,
+    solver: Solver = "euler",
+    solver_type: SolverType = "midpoint",
+    solver_steps: Literal["all", "post"] = "all",
     log_prob_form: LogProbForm | None = None,
     storage_dtype: torch.dtype | None = None,
     fused: bool | None = None,
@@ -53,6 +58,10 @@ def rollout(
             sample. None takes torch's default generator, which ties the result to the batch.
         step_noise: [K, B, ...] ready-made noise, row k used if step k is stochastic.
         return_means: keep the mean of every trained step.
+        solver: of the ODE steps: "euler", or DPM-Solver++ of order 1, 2 or 3 ("dpm1", "dpm2", "dpm3"). Its history starts
+            anew after every stochastic step. Not with per-sample windows.
+        solver_type: "midpoint" or "heun", the form of its second-order correction.
+        solver_steps: "all" ODE steps, or those "post" (after) the window, Euler before it.
         storage_dtype: see `sde_step`; applied to the trained steps.
         check_finite: on a CPU every step is checked at once; elsewhere the flags are read back once, at the end.
 
@@ -72,6 +81,16 @@ def rollout(
             f"step_noise has shape {list(step_noise.shape)}, expected [K, B, ...] = {[steps, *noise.shape]}"
         )
 
+    if solver not in SOLVER_ORDER or solver_steps not in ("all", "post"):
+        raise SamplerError(
+            f"solver={solver!r} with solver_steps={solver_steps!r}: choose a solver of {', '.join(SOLVER_ORDER)} and "
+            "solver_steps of 'all' or 'post'"
+        )
+    if solver != "euler" and not shared:
+        raise SamplerError(f"solver={solver!r} keeps a history that a window per sample breaks; use solver='euler'")
+    multistep_from = int(positions[0, -1]) + 1 if solver_steps == "post" and positions.shape[1] else 0
+    history: tuple[PastOutput, ...] = ()
+
     sigmas = schedule.sigmas.tolist()
     has_density = kind != "ode" and (kind == "wan_sde" or float(noise_level) != 0.0)
     recorder = _Recorder(positions, noise, return_means)
@@ -82,7 +101,13 @@ def rollout(
         velocity = velocity_fn(x, torch.full((batch,), sigmas[k], dtype=torch.float32, device=x.device))
         check_tensors(x, velocity)
         active = (positions == k).any(dim=1)  # [B]: whose window holds this step
-        if not bool(active.any()):
+        if not bool(active.any()) and solver != "euler" and k >= multistep_from:
+            order = effective_order(SOLVER_ORDER[solver], k, steps)
+            solved = dpm_step(x, velocity, sigmas[k], sigmas[k + 1], history, order=order, solver_type=solver_type)
+            step, history = solved.step, solved.history
+            if check_finite and x.device.type == "cpu" and not bool(torch.isfinite(step.prev_sample.sum())):
+                raise non_finite("rollout", k, sample=x, velocity=velocity)
+        elif not bool(active.any()):
             step = take_step(
                 x,
                 velocity,
@@ -110,6 +135,7 @@ def rollout(
                 step_index=k,
             )
             recorder.record(k, active, x, step)
+            history = ()
         if check_finite and x.device.type != "cpu":
             flags.append(torch.isfinite(step.prev_sample.flatten(1).sum(dim=1)))
         x = step.prev_sample

@@ -18,6 +18,7 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -65,7 +66,7 @@ class SigmaSchedule:
             )
         if values[-1] != 0.0:
             raise SamplerError(f"the last sigma must be exactly 0, got {values[-1]!r}; append 0 to the table")
-        if any(a <= b for a, b in zip(values, values[1:], strict=False)):
+        if any(a <= b for a, b in pairwise(values)):
             raise SamplerError(f"sigmas must decrease strictly, got {values!r}; use fewer steps or a smaller shift")
         digest = hashlib.sha256(struct.pack(f"<{len(values)}f", *values)).hexdigest()[:16]
         object.__setattr__(self, "sigmas", table)
@@ -228,7 +229,9 @@ def _static_shift(t: Tensor, shift: float) -> Tensor:
 
 def _dynamic_shift(t: Tensor, mu: float, time_shift: TimeShift) -> Tensor:
     factor = math.exp(mu) if time_shift == "exponential" else mu
-    return factor / (factor + (1 / t - 1))
+    # number / tensor is reciprocal-then-multiply in torch, two roundings; numpy and this divide once.
+    one, numerator = torch.ones_like(t), torch.full_like(t, factor)
+    return numerator / (factor + (one / t - 1))
 
 
 def _stretch(t: Tensor, terminal: float) -> Tensor:
