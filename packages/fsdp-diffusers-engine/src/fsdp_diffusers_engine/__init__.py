@@ -1,1 +1,63 @@
-"""Train any diffusers transformer with LoRA or in full under FSDP2, in one process or many."""
+"""Train any diffusers transformer with LoRA or in full under FSDP2, in one process or many.
+
+The config classes import without torch; everything else loads when it is first used. Nothing here needs a GPU or Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .config import (
+    CheckpointConfig,
+    DiffusionActorConfig,
+    DiffusionModelConfig,
+    FSDPDiffusionActorConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    LoRAOptions,
+    MixedPrecisionConfig,
+)
+from .errors import CheckpointError, EngineError, EngineStateError, RankError
+
+if TYPE_CHECKING:
+    from .engine import DiffusersFSDPEngine
+    from .losses import DiffusionLoss
+    from .padding import embeds_no_padding_2_padding, embeds_padding_2_no_padding
+    from .ppo import PPODiffusersFSDPEngine, gather_outputs
+
+_HOMES = {
+    "DiffusersFSDPEngine": "engine",
+    "DiffusionLoss": "losses",
+    "PPODiffusersFSDPEngine": "ppo",
+    "embeds_no_padding_2_padding": "padding",
+    "embeds_padding_2_no_padding": "padding",
+    "gather_outputs": "ppo",
+}
+
+__all__ = [
+    "CheckpointConfig",
+    "CheckpointError",
+    "DiffusersFSDPEngine",
+    "DiffusionActorConfig",
+    "DiffusionLoss",
+    "DiffusionModelConfig",
+    "EngineError",
+    "EngineStateError",
+    "FSDPDiffusionActorConfig",
+    "FSDPEngineConfig",
+    "FSDPOptimizerConfig",
+    "LoRAOptions",
+    "MixedPrecisionConfig",
+    "PPODiffusersFSDPEngine",
+    "RankError",
+    "embeds_no_padding_2_padding",
+    "embeds_padding_2_no_padding",
+    "gather_outputs",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

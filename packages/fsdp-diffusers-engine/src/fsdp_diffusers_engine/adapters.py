@@ -1,0 +1,134 @@
+"""LoRA adapters of an engine: which modules they wrap, and how they start.
+
+The adapters are put in before the module is sharded, so that PEFT sees whole shapes; their first values are drawn from
+(seed, tensor name) and do not depend on the number of ranks or on the order of construction.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import DiffusionModelConfig
+from .errors import EngineError, nearest
+
+if TYPE_CHECKING:
+    from model_specs import ModelSpec
+
+TRAINED = "default"
+"""The adapter that the optimizer sees."""
+REFERENCE = "reference"
+"""Logical policy state: adapters off."""
+EMA = "ema"
+"""Policy state that averages the trained one."""
+
+_LORA_INITS = ("gaussian", "kaiming")
+
+
+def _matches(name: str, pattern: Any) -> bool:
+    """PEFT's own rule: a string is a full-match regular expression, a list holds name ends."""
+    if isinstance(pattern, str):
+        return re.fullmatch(pattern, name) is not None
+    return any(name == end or name.endswith("." + end) for end in pattern)
+
+
+def _linear_names(module: nn.Module) -> list[str]:
+    return [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
+
+
+def _near_names(wanted: str, names: Iterable[str]) -> list[str]:
+    ends = dict.fromkeys(".".join(name.split(".")[-depth:]) for name in names for depth in (1, 2))
+    return nearest(wanted, ends)
+
+
+def resolve_targets(module: nn.Module, config: DiffusionModelConfig, spec: ModelSpec) -> list[str] | str:
+    """What PEFT's ``target_modules`` should be; every entry of it matches at least one layer of ``module``.
+
+    Errors: :class:`EngineError` naming the entry that matches nothing and the names most like it.
+    """
+    target = config.target_modules
+    if isinstance(target, str) and target in ("all-linear", "attention"):
+        target = list(spec.lora_targets if target == "all-linear" else spec.attention_targets)
+    elif not isinstance(target, str):
+        target = [str(end) for end in target]
+    names = _linear_names(module)
+    if not target:
+        raise EngineError(f"target_modules={config.target_modules!r} names no module; give 'all-linear' or a list")
+    wanted = [target] if isinstance(target, str) else target
+    for entry in wanted:
+        if not any(_matches(name, entry if isinstance(target, str) else [entry]) for name in names):
+            raise EngineError(
+                f"target_modules={config.target_modules!r}: {entry!r} matches no linear layer of "
+                f"{type(module).__name__}; names like it: {_near_names(entry, names)}"
+            )
+    if config.exclude_modules is not None:
+        exclude = config.exclude_modules if isinstance(config.exclude_modules, str) else list(config.exclude_modules)
+        left = [name for name in names if _matches(name, target) and not _matches(name, exclude)]
+        if not left:
+            raise EngineError(
+                f"exclude_modules={config.exclude_modules!r} leaves nothing of target_modules={config.target_modules!r}; "
+                f"exclude less"
+            )
+    return target
+
+
+def inject_adapters(module: nn.Module, config: DiffusionModelConfig, spec: ModelSpec, names: Sequence[str]) -> None:
+    """Put a LoRA for each of ``names`` into ``module``; ``default`` ends active, and alone trainable."""
+    from peft import LoraConfig
+
+    if config.lora_init_weights not in _LORA_INITS:
+        raise EngineError(
+            f"lora_init_weights={config.lora_init_weights!r} is not one of {_LORA_INITS}; choose one of them"
+        )
+    exclude = config.exclude_modules
+    for name in names:
+        lora = LoraConfig(
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            init_lora_weights="gaussian" if config.lora_init_weights == "gaussian" else True,
+            target_modules=resolve_targets(module, config, spec),
+            exclude_modules=exclude if exclude is None or isinstance(exclude, str) else list(exclude),
+        )
+        module.add_adapter(lora, adapter_name=name)  # type: ignore[operator]
+    module.set_adapter(TRAINED)  # type: ignore[operator]
+    mark_trainable(module)
+
+
+def adapter_names(module: nn.Module) -> list[str]:
+    """Adapters in ``module``, in the order of their injection."""
+    return list(getattr(module, "peft_config", {}))
+
+
+def adapter_parameters(module: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
+    """Parameters of one adapter by full name."""
+    mark = (f".lora_A.{adapter}.", f".lora_B.{adapter}.")
+    return {name: p for name, p in module.named_parameters() if mark[0] in name or mark[1] in name}
+
+
+def mark_trainable(module: nn.Module) -> None:
+    """Gradients for the trained adapter only, whatever PEFT left switched on."""
+    trained = adapter_parameters(module, TRAINED)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in trained)
+
+
+def draw_initial(name: str, shape: Sequence[int], config: DiffusionModelConfig) -> Tensor:
+    """The first value of an adapter tensor, fp32 on the CPU, from (``lora_seed``, its name without the adapter's).
+
+    ``gaussian`` draws A with standard deviation 1/rank, ``kaiming`` uniformly with bound 1/sqrt(fan in), as PEFT does.
+    """
+    if ".lora_B." in name:
+        return torch.zeros(*shape)
+    plain = re.sub(r"(\.lora_A)\.[^.]+\.", r"\1.", name)
+    digest = hashlib.blake2b(f"{config.lora_seed}:{plain}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+    if config.lora_init_weights == "gaussian":
+        return torch.randn(*shape, generator=generator) / config.lora_rank
+    bound = 1.0 / math.sqrt(shape[1])
+    return torch.rand(*shape, generator=generator) * (2 * bound) - bound

@@ -1,0 +1,145 @@
+"""Reading what a training step needs out of a TensorDict, and cutting it into micro-batches without copies.
+
+Shapes: B samples, W trained steps, K sampler steps, S tokens, C channels. Settings of the sampler (``kind``,
+``noise_level``, ``height`` …) travel as non-tensor data of the batch, because they belong to the samples and not to the
+engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .errors import EngineError, nearest
+
+if TYPE_CHECKING:
+    from model_specs import PromptEmbeds
+    from tensordict import TensorDict
+
+
+@dataclass(frozen=True)
+class SamplingMeta:
+    """How the samples of a batch were made; the trainer's forward repeats it."""
+
+    height: int
+    """Pixels."""
+    width: int
+    """Pixels."""
+    num_frames: int = 1
+    true_cfg_scale: float = 1.0
+    """Classifier-free guidance; 1 trains (and samples) with one forward per step."""
+    guidance_scale: float | None = None
+    """Guidance that the model takes as an input (FLUX.1-dev); None where it takes none."""
+    kind: str = "flow_sde"
+    """Transition of a trained step, a name of ``sde_samplers.sde_step``."""
+    noise_level: float = 0.7
+    log_prob_form: str | None = None
+    """Convention of the log-probability; None is the kind's own."""
+
+    @property
+    def velocity_kwargs(self) -> dict[str, Any]:
+        """The part that ``ModelSpec.velocity`` takes."""
+        return {
+            "height": self.height,
+            "width": self.width,
+            "num_frames": self.num_frames,
+            "true_cfg_scale": self.true_cfg_scale,
+            "guidance_scale": self.guidance_scale,
+        }
+
+
+def plain(data: TensorDict | Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """A non-tensor entry of ``data``: one value for the batch. ``default`` when it is absent.
+
+    A batch that was stacked from single samples carries one value per sample; they must agree.
+    """
+    if key not in data.keys():  # noqa: SIM118 - a TensorDict iterates over its samples
+        return default
+    value = data[key]
+    value = getattr(value, "data", value) if type(value).__module__.startswith("tensordict") else value
+    if isinstance(value, Tensor):
+        value = value.tolist() if value.ndim else value.item()
+    if isinstance(value, list | tuple):
+        first = value[0] if value else default
+        if any(entry != first for entry in value):
+            raise EngineError(
+                f"{key!r} differs within the batch: {sorted({repr(e) for e in value})[:4]}; "
+                f"send samples of different {key} in different batches"
+            )
+        return first
+    return value
+
+
+def sampling_meta(data: TensorDict | Mapping[str, Any]) -> SamplingMeta:
+    """The batch's sampler settings; ``height`` and ``width`` are required."""
+    for key in ("height", "width"):
+        if plain(data, key) is None:
+            raise EngineError(f"the batch has no {key!r}; put the size in pixels into it as non-tensor data")
+    known = {key: plain(data, key) for key in SamplingMeta.__dataclass_fields__}
+    return SamplingMeta(**{key: value for key, value in known.items() if value is not None})
+
+
+def tensor(data: TensorDict | Mapping[str, Any], key: str, remedy: str) -> Tensor:
+    """A required tensor of the batch."""
+    keys = [str(k) for k in data.keys()]  # noqa: SIM118
+    if key not in keys or not isinstance(data[key], Tensor):
+        raise EngineError(f"the batch has no tensor {key!r} (nearest: {nearest(key, keys, 2)}); {remedy}")
+    return data[key]
+
+
+def require_fp32(value: Tensor, key: str) -> Tensor:
+    """Refuse rounded trajectories: bf16 latents move log-probs by more than any clip range."""
+    if value.dtype != torch.float32:
+        raise EngineError(f"{key!r} is {value.dtype}, and the trajectory must be fp32; store it as the sampler made it")
+    return value
+
+
+def prompts(data: Mapping[str, Any], prefix: str = "") -> PromptEmbeds | None:
+    """The batch's prompt embeddings, padded again when they come as jagged nested tensors; None when absent.
+
+    ``prefix`` is ``""`` or ``"negative_"``.
+    """
+    from model_specs import PromptEmbeds
+
+    from .padding import pad_jagged
+
+    embeds = data.get(f"{prefix}prompt_embeds")
+    if embeds is None:
+        return None
+    if embeds.is_nested:
+        embeds, mask = pad_jagged(embeds)
+    else:
+        mask = data.get(f"{prefix}prompt_embeds_mask")
+        if mask is None:
+            mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
+    pooled = data.get(f"{prefix}pooled_prompt_embeds")
+    return PromptEmbeds(embeds, mask.bool(), pooled)
+
+
+def select(data: TensorDict | Mapping[str, Any], keys: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
+    """The named tensors that are there, on ``device``; pictures and metadata stay behind."""
+    present = set(data.keys())
+    chosen = {key: data[key] for key in keys if key in present and isinstance(data[key], Tensor)}
+    return {key: value.to(device, non_blocking=True) for key, value in chosen.items()}
+
+
+def micro_batches(tensors: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
+    """Consecutive slices of ``size`` samples: views, not copies (jagged tensors are cut by their offsets)."""
+    from .padding import narrow_jagged
+
+    count = batch_size(tensors)
+    for start in range(0, count, size):
+        stop = min(start + size, count)
+        yield {k: narrow_jagged(v, start, stop) if v.is_nested else v[start:stop] for k, v in tensors.items()}
+
+
+def batch_size(tensors: Mapping[str, Tensor]) -> int:
+    """Number of samples, the same in every tensor."""
+    sizes = {key: value.shape[0] for key, value in tensors.items()}
+    if len(set(sizes.values())) != 1:
+        raise EngineError(f"the tensors of the batch have different numbers of samples: {sizes}")
+    return next(iter(sizes.values()))

@@ -1,0 +1,186 @@
+"""Config dataclasses of the engine. This file imports no torch, so that a command line can validate before it loads one.
+
+Only types that OmegaConf's structured configs support are used; ``"???"`` is OmegaConf's mark for "must be given".
+Where the seed design nests options that do nothing for a diffusion transformer (tokenizers, expert parallelism, …), they
+are left out: every field below is read by something in this package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from diffusion_losses.config import DiffusionLossConfig
+
+MISSING: Any = "???"
+
+
+@dataclass
+class LoRAOptions:
+    """How an adapter leaves the trainer."""
+
+    merge: bool = False
+    """``get_per_tensor_param`` sends full weights with the adapter folded in (and no adapter config) when true."""
+
+
+@dataclass
+class DiffusionModelConfig:
+    """Which transformer is trained, and which of its parameters."""
+
+    path: str = MISSING
+    """Folder of a diffusers pipeline (with ``model_index.json``)."""
+    architecture: str | None = None
+    """Name known to ``model_specs.get_spec``; None reads it from ``model_index.json``."""
+    transformer_subfolder: str = "transformer"
+    """Folder of the transformer inside ``path``: ``transformer_2`` trains Wan's low-noise expert alone."""
+    transformer_config: dict[str, Any] | None = None
+    """Builds the transformer from this config with seeded random weights and reads none from ``path``: benchmarks."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute each block's activations in backward instead of keeping them. Turn off where memory allows: faster."""
+    attn_backend: str | None = None
+    """Attention backend by diffusers' name (``native``, ``flash``, ``_native_cudnn`` …); None keeps the default."""
+    lora_rank: int = 0
+    """Rank of the LoRA. 0 trains the whole transformer."""
+    lora_alpha: int = 64
+    """The adapter's output is scaled by ``lora_alpha / lora_rank``."""
+    lora_init_weights: str = "gaussian"
+    """``gaussian`` (A ~ N(0, 1/rank²)) or ``kaiming``; B starts at zero in both, so the first policy is the base."""
+    lora_seed: int = 0
+    """Seed of that draw. Each tensor is drawn from (seed, its name): the same on any number of ranks."""
+    target_modules: Any = "all-linear"
+    """``all-linear`` (the spec's attention and MLP layers), ``attention``, a regular expression, or a list of name ends."""
+    exclude_modules: Any = None
+    """Modules to leave out of ``target_modules``: a regular expression or a list of name ends."""
+    lora_adapter_path: str | None = None
+    """Warm start: a saved LoRA (file or folder, PEFT, diffusers or this package's export) put into ``default``."""
+    lora_dtype: str = "fp32"
+    """dtype in which adapters are kept and optimised. The product is computed in the activations' dtype."""
+    lora: LoRAOptions = field(default_factory=LoRAOptions)
+    """How the adapter is sent to the rollout."""
+    policy_state_adapters: list[str] = field(default_factory=lambda: ["default"])
+    """Named copies of the policy; ``default`` is trained. Add ``old`` for DiffusionNFT, ``reference`` to keep the
+    start of a full fine-tuning (with a LoRA, ``reference`` is the base with adapters off and needs no entry)."""
+    fsdp_layer_prefixes: list[str] = field(default_factory=list)
+    """Names of the module lists whose items are sharded one by one; empty takes the blocks that diffusers declares."""
+
+
+@dataclass
+class MixedPrecisionConfig:
+    """FSDP2's mixed-precision policy, for full fine-tuning of fp32 weights (a LoRA over a bf16 base needs none)."""
+
+    param_dtype: str = "bf16"
+    """dtype in which gathered parameters compute."""
+    reduce_dtype: str = "fp32"
+    """dtype in which gradients are reduced between ranks."""
+
+
+@dataclass
+class FSDPEngineConfig:
+    """Where and how the module lives: device, precision, sharding, offload."""
+
+    device: str | None = None
+    """``cpu``, ``cuda``, ``cuda:1`` …; None takes CUDA where there is one, card ``LOCAL_RANK``."""
+    model_dtype: str = "fp32"
+    """dtype of the stored weights: ``fp32``, ``bf16`` or ``fp16``. Use bf16 for a LoRA over a large frozen base."""
+    mixed_precision: MixedPrecisionConfig | None = None
+    """Compute dtype of a full fine-tuning that keeps ``model_dtype=fp32`` weights; None computes in ``model_dtype``."""
+    sharding: str = "auto"
+    """``auto`` shards with FSDP2 when a process group of several ranks exists, ``always`` even for one rank (it starts
+    a group of one when there is none), ``never`` keeps the module whole (one process only)."""
+    fsdp_size: int = -1
+    """Ranks in one shard group; -1 is all of them. A smaller number replicates between groups (HSDP)."""
+    reshard_after_forward: bool = True
+    """Free gathered blocks after forward (less memory) or keep them for backward (less traffic)."""
+    forward_prefetch: bool = False
+    """Gather the next block while the present one computes."""
+    offload_policy: bool = False
+    """FSDP2's own CPU offload: shards and optimizer live on the CPU, blocks visit the device. Needs sharding."""
+    param_offload: bool = False
+    """Move parameters to the CPU outside ``train_mode`` / ``eval_mode``: makes room for a rollout on the same card."""
+    optimizer_offload: bool = False
+    """Keep the optimizer's state on the CPU outside ``train_mode``."""
+    activation_offload: bool = False
+    """Keep the activations saved for backward in pinned CPU memory."""
+    ulysses_sequence_parallel_size: int = 1
+    """Ranks that share one sample's tokens (Ulysses), for transformers with a context-parallel plan in diffusers."""
+    use_torch_compile: bool = False
+    """Compile the repeated blocks (one compilation for all of them)."""
+    ema_decay: float = 0.0
+    """Above 0, an exponential average of the trained weights is kept as the policy state ``ema``."""
+    timeout_s: float = 600.0
+    """Deadline of a collective in a group that the engine starts; a dead rank ends the others within it."""
+    peak_tflops: float | None = None
+    """Peak of the device for ``perf/mfu``, in 1e12 operations a second; None looks it up or measures it."""
+
+
+@dataclass
+class FSDPOptimizerConfig:
+    """AdamW and its learning-rate schedule. Steps are optimizer steps."""
+
+    lr: float = 1e-4
+    """Peak learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Decay rates of AdamW's two moments."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 1e-4
+    """Decoupled weight decay."""
+    clip_grad: float = 1.0
+    """Largest norm of the whole gradient; 0 turns clipping off (the norm is measured all the same)."""
+    lr_scheduler_type: str = "constant"
+    """``constant``, ``linear`` or ``cosine``: how the rate goes from ``lr`` to ``lr * min_lr_ratio`` after the warmup."""
+    lr_warmup_steps: int = 0
+    """Steps of linear warmup from ``lr / (lr_warmup_steps + 1)``."""
+    total_training_steps: int = -1
+    """Step at which ``linear`` and ``cosine`` reach their end; they need it, ``constant`` does not."""
+    min_lr_ratio: float = 0.0
+    """End of ``linear`` and ``cosine`` as a share of ``lr``."""
+
+
+@dataclass
+class CheckpointConfig:
+    """What a checkpoint holds and how many are kept."""
+
+    save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    """Any of ``model`` (trained weights and every policy state), ``optimizer``, ``extra`` (schedule, counters, RNG),
+    and ``lora`` or ``hf_model`` (an export beside them that other tools load)."""
+    load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    """Which of ``model``, ``optimizer`` and ``extra`` are restored."""
+    max_ckpt_to_keep: int | None = None
+    """Older checkpoints of this engine in the same parent folder are deleted beyond this number; None keeps all."""
+
+
+@dataclass
+class DiffusionActorConfig:
+    """One update of a policy: batch sizes, epochs, loss, optimizer. Read by :class:`TrainingWorker`."""
+
+    strategy: str = "fsdp"
+    """Kind of engine; ``fsdp`` is the one there is."""
+    ppo_mini_batch_size: int = 256
+    """Samples of one optimizer step, over all ranks."""
+    ppo_micro_batch_size_per_gpu: int = 8
+    """Samples of one forward and backward on one rank."""
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    """The same for forward-only passes; None takes ``ppo_micro_batch_size_per_gpu``."""
+    ppo_epochs: int = 1
+    """Passes over the batch of a training step."""
+    shuffle: bool = False
+    """Draw a new order of the samples for every epoch."""
+    data_loader_seed: int = 42
+    """Seed of that order, together with the training step and the epoch."""
+    diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
+    """The loss; its ``loss_mode`` also picks the engine (policy gradient or forward process)."""
+    optim: FSDPOptimizerConfig = field(default_factory=FSDPOptimizerConfig)
+    """Optimizer."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints."""
+    model_config: DiffusionModelConfig = field(default_factory=DiffusionModelConfig)
+    """The model."""
+
+
+@dataclass
+class FSDPDiffusionActorConfig(DiffusionActorConfig):
+    """An actor on the FSDP2 engine."""
+
+    fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+    """Device, precision, sharding, offload."""

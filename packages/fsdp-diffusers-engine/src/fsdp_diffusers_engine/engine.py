@@ -1,0 +1,332 @@
+"""`DiffusersFSDPEngine`: one diffusers transformer, trained by LoRA or in full, in one process or many.
+
+The base class owns what every algorithm shares: building, modes, the optimizer step, policy states, weights for the
+rollout, checkpoints. What a forward is, and which loss it feeds, is the business of two small subclasses
+(:mod:`.ppo`, :mod:`.forward_process`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lora_sync.adapters import LoRAAdapterMixin
+from torch import Tensor, nn
+
+from . import adapters, checkpoint, loading, offload, optim, sharding, weights
+from .batch import SamplingMeta
+from .config import CheckpointConfig, DiffusionModelConfig, FSDPEngineConfig, FSDPOptimizerConfig
+from .errors import EngineError, EngineStateError
+from .failures import shared_failure
+from .precision import dtype_of, keep_adapters_in
+from .states import WeightStates
+
+if TYPE_CHECKING:
+    from model_specs import ModelSpec, PromptEmbeds
+    from tensordict import TensorDict
+
+    LossFunction = Callable[..., Any]
+
+
+class DiffusersFSDPEngine(LoRAAdapterMixin, ABC):
+    """Engine over one transformer. Construct, :meth:`initialize`, then train.
+
+    Args:
+        model_config: what is trained. engine_config: where and how. optimizer_config, checkpoint_config: as named.
+
+    Attributes (after :meth:`initialize`):
+        module: the transformer with its adapters, perhaps sharded.
+        spec: its :class:`model_specs.ModelSpec`.
+        device: where it computes.
+        layout: ranks; ``layout.dp_rank`` of ``layout.dp_size`` says which part of a batch this process must be given.
+        optimizer_steps, skipped_steps: counters; a step is skipped when its gradient is not finite.
+    """
+
+    module: nn.Module
+    spec: ModelSpec
+    device: torch.device
+    layout: sharding.Layout
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: torch.optim.lr_scheduler.LambdaLR
+
+    def __init__(
+        self,
+        model_config: DiffusionModelConfig,
+        engine_config: FSDPEngineConfig | None = None,
+        optimizer_config: FSDPOptimizerConfig | None = None,
+        checkpoint_config: CheckpointConfig | None = None,
+    ) -> None:
+        self.model_config = model_config
+        self.engine_config = engine_config or FSDPEngineConfig()
+        self.optimizer_config = optimizer_config or FSDPOptimizerConfig()
+        self.checkpoint_config = checkpoint_config or CheckpointConfig()
+        optim.check_optimizer_config(self.optimizer_config)
+        checkpoint.check_config(self.checkpoint_config)
+        if model_config.lora_rank < 0:
+            raise EngineError(f"lora_rank={model_config.lora_rank!r} must be 0 (train everything) or positive")
+        self.trainable: dict[str, nn.Parameter] = {}
+        self.states: WeightStates | None = None
+        self.optimizer_steps = 0
+        self.skipped_steps = 0
+        self._initialized = False
+
+    # ------------------------------------------------------------------ building
+
+    @property
+    def lora(self) -> bool:
+        """Whether adapters are trained rather than the transformer itself."""
+        return self.model_config.lora_rank > 0
+
+    def initialize(self) -> None:
+        """Build the module, its optimizer and its schedule; calling it again starts over from the same weights."""
+        config, engine = self.model_config, self.engine_config
+        self.device = sharding.pick_device(engine)
+        self.layout = sharding.make_layout(engine, self.device)
+        self.spec = _spec_of(config)
+        dtype = dtype_of(engine.model_dtype, "model_dtype")
+        module, source = loading.build(self.spec, config, dtype, self.device, meta=self.layout.sharded)
+        self._configure(module)
+        if self.lora:
+            adapters.inject_adapters(module, config, self.spec, self._adapter_names())
+            keep_adapters_in(module, dtype_of(config.lora_dtype, "lora_dtype"), dtype)
+        else:
+            module.requires_grad_(True)
+        self.blocks = sharding.blocks_of(module, config)
+        if engine.use_torch_compile:
+            for block in self.blocks:
+                block.compile()
+        if self.layout.sharded:
+            sharding.shard(module, self.blocks, self.layout, engine)
+        if source is not None:
+            loading.materialise(module, source, config, self._storage_device())
+        elif self.lora:
+            for name in adapters.adapter_names(module):
+                for full_name, parameter in adapters.adapter_parameters(module, name).items():
+                    loading.write_whole(parameter, adapters.draw_initial(full_name, parameter.shape, config))
+        module.eval()
+        self.module = module
+        self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if self.lora and config.lora_adapter_path:
+            weights.warm_start(self, config.lora_adapter_path)
+        if not self.lora:
+            self.states = WeightStates(self.trainable, self._state_names(), lambda: sharding.free_gathered(module))
+        self.optimizer = optim.build_optimizer(self.trainable.values(), self.optimizer_config)
+        self.lr_scheduler = optim.build_scheduler(self.optimizer, self.optimizer_config)
+        self.optimizer_steps = self.skipped_steps = 0
+        self._initialized = True
+        self.to("cpu", model=engine.param_offload, optimizer=engine.optimizer_offload, grad=engine.param_offload)
+
+    def _configure(self, module: Any) -> None:
+        if self.model_config.attn_backend:
+            try:
+                module.set_attention_backend(self.model_config.attn_backend)
+            except (ValueError, RuntimeError, ImportError) as error:
+                raise EngineError(f"attn_backend={self.model_config.attn_backend!r} cannot be used: {error}") from error
+        if self.model_config.enable_gradient_checkpointing:
+            module.enable_gradient_checkpointing()
+        if self.layout.sequence_mesh is not None:
+            from .sequence_parallel import enable_ulysses
+
+            enable_ulysses(module, self.layout, self.device)
+
+    def _state_names(self) -> list[str]:
+        names = [name for name in self.model_config.policy_state_adapters if name != adapters.TRAINED]
+        if self.engine_config.ema_decay > 0 and adapters.EMA not in names:
+            names.append(adapters.EMA)
+        return names
+
+    def _adapter_names(self) -> list[str]:
+        return [adapters.TRAINED, *(name for name in self._state_names() if name != adapters.REFERENCE)]
+
+    def _storage_device(self) -> torch.device:
+        return torch.device("cpu") if self.engine_config.offload_policy else self.device
+
+    def _need(self, what: str) -> None:
+        if not self._initialized:
+            raise EngineStateError(f"{what} was called before initialize(); call engine.initialize() first")
+
+    # ------------------------------------------------------------------ modes and devices
+
+    @contextmanager
+    def train_mode(self) -> Iterator[None]:
+        """Training inside: dropout on, offloaded parameters and optimizer on the device; both leave at the end."""
+        self._need("train_mode")
+        yield from self._mode(train=True)
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Evaluation inside: no gradients, offloaded parameters on the device."""
+        self._need("eval_mode")
+        with torch.no_grad():
+            yield from self._mode(train=False)
+
+    def _mode(self, train: bool) -> Iterator[None]:
+        engine = self.engine_config
+        self.to("device", model=engine.param_offload, optimizer=train and engine.optimizer_offload, grad=train)
+        self.module.train(train)
+        try:
+            yield
+        finally:
+            self.module.eval()
+            self.to("cpu", model=engine.param_offload, optimizer=engine.optimizer_offload, grad=engine.param_offload)
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move by hand, whatever the offload settings say. ``device``: ``"cpu"``, or ``"device"`` for the engine's."""
+        self._need("to")
+        target = torch.device("cpu") if device == "cpu" else self.device
+        if self.engine_config.offload_policy:
+            return
+        if model:
+            sharding.free_gathered(self.module)
+            offload.move_module(self.module, target, grad=grad)
+        if optimizer:
+            offload.move_optimizer(self.optimizer, target)
+
+    # ------------------------------------------------------------------ forward and backward
+
+    @abstractmethod
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
+    ) -> list[dict[str, Any]]:
+        """Run forward (and backward) over a batch in micro-batches; gradients add up until the optimizer step."""
+
+    @abstractmethod
+    def forward_step(
+        self, micro_batch: Mapping[str, Any], loss_function: LossFunction | None, forward_only: bool, step: int
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """One forward and its loss: (loss to differentiate, what is reported)."""
+
+    def forward_backward(self, data: TensorDict, loss_function: LossFunction) -> list[dict[str, Any]]:
+        """Short form of :meth:`forward_backward_batch` in training mode."""
+        with self.train_mode():
+            return self.forward_backward_batch(data, loss_function)
+
+    def step(self) -> dict[str, float]:
+        """Optimizer step, schedule and zeroed gradients in one call: ``actor/grad_norm``, ``actor/lr``, skipped steps."""
+        lr = self.optimizer.param_groups[0]["lr"]
+        norm = self.optimizer_step()
+        self.lr_scheduler_step()
+        self.optimizer_zero_grad()
+        return {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": float(self.skipped_steps)}
+
+    def velocity(
+        self, latents: Tensor, sigma: Tensor, cond: PromptEmbeds, negative: PromptEmbeds | None, meta: SamplingMeta
+    ) -> Tensor:
+        """The transformer's velocity, [B, …] fp32; the same function that the rollout calls."""
+        keep: AbstractContextManager[Any] = nullcontext()
+        if self.engine_config.activation_offload and torch.is_grad_enabled():
+            keep = torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
+        with keep:
+            return self.spec.velocity(self.module, latents, sigma, cond, negative=negative, **meta.velocity_kwargs)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Backward of one micro-batch; gradients cross ranks at the last one only (LoRA) or at each (full)."""
+        sharding.set_gradient_sync(self.module, last or not self.lora)
+        (loss * self.layout.loss_scale if self.layout.loss_scale != 1.0 else loss).backward()
+
+    # ------------------------------------------------------------------ optimizer
+
+    def optimizer_zero_grad(self) -> None:
+        """Drop all gradients."""
+        self._need("optimizer_zero_grad")
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def optimizer_step(self) -> float:
+        """Clip, step, update the EMA; returns the norm before clipping.
+
+        A norm that is not finite skips the step, drops the gradients and counts in ``skipped_steps``.
+        """
+        self._need("optimizer_step")
+        with shared_failure("optimizer_step"):
+            sharding.free_gathered(self.module)
+            parameters = list(self.trainable.values())
+            norm = optim.gradient_norm(parameters)
+            value = float(norm)
+            if not math.isfinite(value):
+                self.skipped_steps += 1
+                self.optimizer.zero_grad(set_to_none=True)
+                return value
+            if self.optimizer_config.clip_grad > 0:
+                optim.scale_gradients(parameters, norm, self.optimizer_config.clip_grad)
+            self.optimizer.step()
+            self.optimizer_steps += 1
+            if self.engine_config.ema_decay > 0:
+                self.ema_update_adapter(adapters.TRAINED, adapters.EMA, self.engine_config.ema_decay)
+            return value
+
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule; returns the learning rate of the next optimizer step."""
+        self._need("lr_scheduler_step")
+        self.lr_scheduler.step()
+        return float(self.lr_scheduler.get_last_lr()[0])
+
+    # ------------------------------------------------------------------ policy states
+
+    def use_adapter(self, name: str) -> AbstractContextManager[Any]:
+        """Run with the policy state ``name``; ``reference`` is the base (LoRA) or the kept start (full)."""
+        self._need("use_adapter")
+        return super().use_adapter(name) if self.states is None else self.states.use(name)
+
+    def disable_adapter(self) -> AbstractContextManager[Any]:
+        """Run as the reference policy."""
+        self._need("disable_adapter")
+        return super().disable_adapter() if self.states is None else self.states.use(adapters.REFERENCE)
+
+    def copy_adapter(self, source: str = adapters.TRAINED, target: str = "old") -> None:
+        """Copy one policy state onto another, bitwise."""
+        self._need("copy_adapter")
+        if self.states is None:
+            super().copy_adapter(source, target)
+        else:
+            self.states.blend(source, target, 0.0)
+
+    def ema_update_adapter(self, source: str = adapters.TRAINED, target: str = "old", decay: float = 0.0) -> None:
+        """``target ← decay · target + (1 - decay) · source``."""
+        self._need("ema_update_adapter")
+        if self.states is None:
+            super().ema_update_adapter(source, target, decay)
+        else:
+            self.states.blend(source, target, decay)
+
+    # ------------------------------------------------------------------ weights out, checkpoints
+
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool = False, adapter_name: str | None = None
+    ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
+        """Weights for a rollout, one tensor at a time, and the adapter's PEFT config or None. See :mod:`.weights`."""
+        self._need("get_per_tensor_param")
+        return weights.per_tensor(self, layered_summon, base_sync_done, adapter_name)
+
+    def save_checkpoint(
+        self, local_path: str | Path, global_step: int = 0, max_ckpt_to_keep: int | None = None
+    ) -> Path:
+        """Write a checkpoint folder; complete or absent, never half. See :mod:`.checkpoint`."""
+        self._need("save_checkpoint")
+        with shared_failure("save_checkpoint"):
+            return checkpoint.save(self, Path(local_path), global_step, max_ckpt_to_keep)
+
+    def load_checkpoint(self, local_path: str | Path) -> int:
+        """Restore a checkpoint, saved by any number of ranks; returns its ``global_step``."""
+        self._need("load_checkpoint")
+        with shared_failure("load_checkpoint"), ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            return checkpoint.load(self, Path(local_path))
+
+
+def _spec_of(config: DiffusionModelConfig) -> ModelSpec:
+    from model_specs import get_spec, get_spec_for
+
+    try:
+        if config.architecture is None:
+            loading.transformer_folder(config)
+            return get_spec_for(config.path)
+        return get_spec(config.architecture)
+    except EngineError:
+        raise
+    except ValueError as error:
+        raise EngineError(f"model.architecture={config.architecture!r}, path={config.path!r}: {error}") from error

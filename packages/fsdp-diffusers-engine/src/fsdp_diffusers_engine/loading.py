@@ -1,0 +1,219 @@
+"""Getting a transformer's weights: whole through diffusers, or shard by shard onto a module built on the meta device.
+
+A 20 B transformer in bf16 is 41 GB; eight ranks that each load all of it before sharding would need 330 GB of host
+memory. On the meta path each rank builds the module without storage, FSDP2 shards that, and then each rank reads from
+the safetensors files only the rows that it will hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .adapters import draw_initial
+from .config import MISSING, DiffusionModelConfig
+from .errors import EngineError, nearest
+
+if TYPE_CHECKING:
+    from model_specs import ModelSpec
+
+_INDEX = "diffusion_pytorch_model.safetensors.index.json"
+_SINGLE = "diffusion_pytorch_model.safetensors"
+
+
+class WeightSource(Protocol):
+    """Where a parameter's values come from."""
+
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
+        """The part ``index`` of tensor ``name``, whose whole shape is ``shape``, on the CPU."""
+        ...
+
+
+class SafetensorsSource:
+    """A diffusers folder with one safetensors file, or several and an index. Files are opened once and read by slice."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: dict[str, Any] = {}
+        if (folder / _INDEX).is_file():
+            self.files: dict[str, str] = json.loads((folder / _INDEX).read_text())["weight_map"]
+        elif (folder / _SINGLE).is_file():
+            from safetensors import safe_open
+
+            with safe_open(str(folder / _SINGLE), framework="pt") as file:
+                self.files = dict.fromkeys(file.keys(), _SINGLE)
+        else:
+            raise EngineError(
+                f"{str(folder)!r} has neither {_SINGLE} nor {_INDEX}; save the model with safetensors "
+                f"(`save_pretrained(..., safe_serialization=True)`)"
+            )
+        missing = sorted({file for file in self.files.values() if not (folder / file).is_file()})
+        if missing:
+            raise EngineError(
+                f"{str(folder)!r}: the index names the shard {missing[0]!r}, which is not there "
+                f"({len(missing)} missing of {len(set(self.files.values()))}); copy the missing files"
+            )
+
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
+        """See :class:`WeightSource`; refuses a tensor that is missing or has another shape."""
+        from safetensors import safe_open
+
+        if name not in self.files:
+            raise EngineError(f"{str(self.folder)!r} has no tensor {name!r}; nearest: {nearest(name, self.files, 3)}")
+        file = self.files[name]
+        if file not in self._open:
+            self._open[file] = safe_open(str(self.folder / file), framework="pt")
+        view = self._open[file].get_slice(name)
+        found = tuple(view.get_shape())
+        if found != tuple(shape):
+            raise EngineError(
+                f"{name!r} is {list(found)} in {file!r} and {list(shape)} in the model; config.json and weights differ"
+            )
+        return view[index] if shape else self._open[file].get_tensor(name)
+
+
+class RandomSource:
+    """Random weights of a sane size for a model without a checkpoint, each tensor from (seed, its name)."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
+        """See :class:`WeightSource`. Matrices N(0, 0.02²), norm weights 1, biases 0."""
+        if len(shape) < 2:
+            whole = torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
+            return whole[index] if shape else whole
+        digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        return torch.randn(*shape, generator=generator)[index] * 0.02
+
+
+def transformer_folder(config: DiffusionModelConfig) -> Path:
+    """``path/transformer_subfolder``, checked."""
+    if config.path in (None, "", MISSING):
+        raise EngineError("model.path is not set; give the folder of a diffusers pipeline (it holds model_index.json)")
+    folder = Path(config.path) / config.transformer_subfolder
+    if not folder.is_dir():
+        parts = sorted(p.name for p in Path(config.path).iterdir() if p.is_dir()) if Path(config.path).is_dir() else []
+        raise EngineError(
+            f"model.path={config.path!r} has no folder {config.transformer_subfolder!r}"
+            + (f"; its folders are {parts}" if parts else "; the path does not exist or is empty")
+        )
+    return folder
+
+
+def build(
+    spec: ModelSpec, config: DiffusionModelConfig, dtype: torch.dtype, device: torch.device, *, meta: bool
+) -> tuple[nn.Module, WeightSource | None]:
+    """The transformer without adapters.
+
+    Returns the module and, when it still lies on the meta device, the source of its weights; then
+    :func:`materialise` has to follow once adapters are in and the module is sharded.
+    """
+    import diffusers
+
+    transformer_class = getattr(diffusers, spec.transformer_class)
+    if config.transformer_config is not None:
+        return _on_meta(transformer_class, dict(config.transformer_config), dtype), RandomSource(config.lora_seed)
+    folder = transformer_folder(config)
+    if meta:
+        raw = {k: v for k, v in json.loads((folder / "config.json").read_text()).items() if not k.startswith("_")}
+        return _on_meta(transformer_class, raw, dtype), SafetensorsSource(folder)
+    if (folder / _INDEX).is_file():
+        SafetensorsSource(folder)  # its check names the missing shard
+    try:
+        module = transformer_class.from_pretrained(folder, torch_dtype=dtype)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise EngineError(f"cannot load {spec.transformer_class} from {str(folder)!r}: {error}") from error
+    return module.to(device), None
+
+
+def _on_meta(transformer_class: Any, raw: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+    from accelerate import init_empty_weights
+
+    # Only parameters go to meta: tables that a model computes in its constructor (rotary frequencies) stay real.
+    with init_empty_weights(include_buffers=False):
+        module = transformer_class.from_config(raw)
+    keep = tuple(transformer_class._keep_in_fp32_modules or ())
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point() and not any(part in name.split(".") for part in keep):
+            parameter.data = parameter.data.to(dtype)
+    return module.eval()
+
+
+def materialise(module: nn.Module, source: WeightSource, config: DiffusionModelConfig, device: torch.device) -> None:
+    """Give every meta parameter of ``module`` (sharded or not) storage on ``device`` and its values."""
+    for owner, leaf, name, parameter in _meta_parameters(module):
+        shape = tuple(parameter.shape)
+        if isinstance(parameter, DTensor):
+            local = torch.empty(_local_shape(parameter), dtype=parameter.dtype, device=device)
+            index = local_index(parameter)
+        else:
+            local = torch.empty(shape, dtype=parameter.dtype, device=device)
+            index = tuple(slice(None) for _ in shape)
+        if local.numel():
+            if ".lora_A." in name or ".lora_B." in name:
+                part = draw_initial(name, shape, config)[index]
+            else:
+                part = source.read(name.replace(".base_layer.", "."), shape, index)
+            local.copy_(part)
+        value: Tensor = local
+        if isinstance(parameter, DTensor):
+            value = DTensor.from_local(
+                local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+            )
+        new = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        if isinstance(parameter, DTensor):
+            # FSDP2 holds on to the parameter object: swap what is inside it.
+            torch.utils.swap_tensors(parameter, new)
+        else:
+            setattr(owner, leaf, new)
+    for owner in module.modules():
+        for leaf, buffer in list(owner.named_buffers(recurse=False)):
+            setattr(owner, leaf, buffer.to(device))
+
+
+def _meta_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Parameter]]:
+    for prefix, owner in list(module.named_modules()):
+        for leaf, parameter in list(owner.named_parameters(recurse=False)):
+            if parameter.device.type == "meta":
+                yield owner, leaf, f"{prefix}.{leaf}" if prefix else leaf, parameter
+
+
+def _local_shape(parameter: DTensor) -> tuple[int, ...]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, _ = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(shape)
+
+
+def local_index(parameter: DTensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor this rank holds."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+@torch.no_grad()
+def write_whole(parameter: Tensor, value: Tensor) -> None:
+    """Copy a whole tensor, present on every rank, into a parameter that may be sharded."""
+    if isinstance(parameter, DTensor):
+        local = parameter.to_local()
+        if local.numel():
+            local.copy_(value[local_index(parameter)])
+    else:
+        parameter.copy_(value)
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """The whole of a parameter that may be sharded, detached; a collective when it is."""
+    detached = parameter.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached

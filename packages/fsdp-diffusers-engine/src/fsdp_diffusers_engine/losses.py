@@ -1,0 +1,43 @@
+"""Between an engine and a loss: one callable that knows its config, and what the engine must prepare for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from diffusion_losses.config import DiffusionLossConfig
+
+
+class DiffusionLoss:
+    """``diffusion_losses.diffusion_loss`` bound to a config: the loss function to hand to an engine.
+
+    Any callable ``f(model_output=…, data=…, dp_group=…)`` that returns an object with ``loss`` and ``metrics`` will do in
+    its place; only losses that need a reference pass have to be of this class or carry their config as ``.config``.
+    """
+
+    def __init__(self, config: DiffusionLossConfig | str) -> None:
+        self.config = DiffusionLossConfig(loss_mode=config) if isinstance(config, str) else config
+
+    def __call__(
+        self, model_output: Mapping[str, Any], data: Mapping[str, Any], dp_group: dist.ProcessGroup | None = None
+    ) -> Any:
+        """The loss of one micro-batch; see ``diffusion_losses.diffusion_loss``."""
+        from diffusion_losses import diffusion_loss
+
+        return diffusion_loss(self.config, model_output, data, dp_group=dp_group)
+
+
+def config_of(loss_function: Any) -> DiffusionLossConfig | None:
+    """The loss's config, where it can be found: ``.config``, or an argument of a ``functools.partial``."""
+    config = getattr(loss_function, "config", None)
+    if isinstance(loss_function, functools.partial):
+        arguments = [*loss_function.args, *loss_function.keywords.values()]
+        config = next((a for a in arguments if hasattr(a, "loss_mode")), config)
+    return config if hasattr(config, "loss_mode") else None
+
+
+def joins_steps(config: DiffusionLossConfig | None) -> bool:
+    """Whether the loss looks at a trajectory's steps together, so that they must be in one graph."""
+    return config is not None and config.needs_trajectory

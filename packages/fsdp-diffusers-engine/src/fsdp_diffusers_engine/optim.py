@@ -1,0 +1,75 @@
+"""AdamW, its learning-rate schedule, and the norm of a gradient that may be sharded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .config import FSDPOptimizerConfig
+from .errors import EngineError
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+def check_optimizer_config(config: FSDPOptimizerConfig) -> None:
+    """Refuse settings that cannot train; called before anything is loaded."""
+    if config.lr_scheduler_type not in SCHEDULES:
+        raise EngineError(f"lr_scheduler_type={config.lr_scheduler_type!r} is unknown; use one of {SCHEDULES}")
+    if config.lr_scheduler_type != "constant" and config.total_training_steps <= config.lr_warmup_steps:
+        raise EngineError(
+            f"lr_scheduler_type={config.lr_scheduler_type!r} needs total_training_steps > lr_warmup_steps, "
+            f"got {config.total_training_steps!r} and {config.lr_warmup_steps!r}; set total_training_steps"
+        )
+    if len(config.betas) != 2 or not all(0.0 <= b < 1.0 for b in config.betas):
+        raise EngineError(f"betas={list(config.betas)!r} must be two numbers in [0, 1)")
+    for name in ("lr", "weight_decay", "clip_grad", "lr_warmup_steps"):
+        if not getattr(config, name) >= 0:
+            raise EngineError(f"{name}={getattr(config, name)!r} must not be negative or NaN")
+
+
+def lr_factor(config: FSDPOptimizerConfig, step: int) -> float:
+    """What the peak rate is multiplied with at optimizer step ``step`` (the first step is 0)."""
+    warmup = config.lr_warmup_steps
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if config.lr_scheduler_type == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup) / (config.total_training_steps - warmup))
+    shape = 1.0 - done if config.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over ``parameters``; fused on CUDA, where one launch replaces hundreds."""
+    params = list(parameters)
+    return torch.optim.AdamW(
+        params,
+        lr=config.lr,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True if params and params[0].device.type == "cuda" else None,
+    )
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, config: FSDPOptimizerConfig) -> torch.optim.lr_scheduler.LambdaLR:
+    """The schedule of :func:`lr_factor` on ``optimizer``."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(config, step))
+
+
+def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """L2 norm of the whole gradient, over all ranks when it is sharded: a plain 0-dim tensor, equal on every rank."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    norm = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients in place so that their norm is at most ``max_norm`` (torch's rule, with its 1e-6)."""
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)

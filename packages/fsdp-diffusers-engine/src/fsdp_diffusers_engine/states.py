@@ -1,0 +1,95 @@
+"""Policy states of a full fine-tuning: named copies of the trained weights that can take their place for a while.
+
+With a LoRA, a policy state is another adapter beside the trained one (lora-sync does that). Without one, a state is a copy
+of every trained parameter, shard by shard, that is swapped in and out; the optimizer's parameters stay the same objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .errors import EngineError, nearest
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's elements, sharing memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class WeightStates:
+    """Copies of ``parameters`` by name of the state.
+
+    Args:
+        parameters: name → trained parameter; shards stay shards.
+        names: states to keep, each a copy of the present weights.
+        before_change: called before weights change, to drop gathered copies of them.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], names: list[str], before_change: Callable[[], None]):
+        self.parameters = dict(parameters)
+        self.before_change = before_change
+        self.copies: dict[str, dict[str, Tensor]] = {
+            state: {name: p.detach().clone() for name, p in self.parameters.items()} for state in names
+        }
+        self.active: str | None = None
+
+    def _state(self, name: str) -> dict[str, Tensor]:
+        if name not in self.copies:
+            raise EngineError(
+                f"policy state {name!r} is not kept (there are {['default', *self.copies]}, nearest "
+                f"{nearest(name, ['default', *self.copies], 1)}); add it to policy_state_adapters"
+            )
+        return self.copies[name]
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[None]:
+        """Run with the weights of state ``name``; re-entrant for the same name."""
+        if name in ("default", self.active):
+            if name == "default" and self.active is not None:
+                raise EngineError(f"'default' was asked for inside use_adapter({self.active!r}); leave that first")
+            yield
+            return
+        if self.active is not None:
+            raise EngineError(f"use_adapter({name!r}) inside use_adapter({self.active!r}); leave that first")
+        copies = self._state(name)
+        self._swap(copies)
+        self.active = name
+        try:
+            yield
+        finally:
+            self._swap(copies)
+            self.active = None
+
+    @torch.no_grad()
+    def _swap(self, copies: Mapping[str, Tensor]) -> None:
+        self.before_change()
+        for name, parameter in self.parameters.items():
+            ours, theirs = local_of(parameter), local_of(copies[name])
+            kept = ours.clone()
+            ours.copy_(theirs)
+            theirs.copy_(kept)
+
+    @torch.no_grad()
+    def blend(self, source: str, target: str, decay: float) -> None:
+        """``target ← decay · target + (1 - decay) · source``; decay 0 copies."""
+        if not 0.0 <= decay <= 1.0:
+            raise EngineError(f"decay={decay!r} must be in [0, 1]")
+        if self.active is not None:
+            raise EngineError(f"a policy state changes inside use_adapter({self.active!r}); leave that first")
+        self.before_change()
+        from_, to = self._tensors(source), self._tensors(target)
+        for name, tensor in to.items():
+            ours, theirs = local_of(tensor), local_of(from_[name])
+            if decay == 0.0:
+                ours.copy_(theirs)
+            else:
+                ours.lerp_(theirs.to(ours.dtype), 1.0 - decay)
+
+    def _tensors(self, name: str) -> Mapping[str, Tensor]:
+        return self.parameters if name == "default" else self._state(name)
