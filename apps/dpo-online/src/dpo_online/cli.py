@@ -1,0 +1,32 @@
+"""The command line of dpo-online."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from ray_trainer.cli import App, run
+from ray_trainer.config import RunConfig
+
+
+def _train(config: RunConfig) -> int:
+    from dpo_online.trainer import RayOnlineDPOTrainer
+    from ray_trainer.cluster import ray_session
+
+    with ray_session(config.ray):
+        RayOnlineDPOTrainer(config).fit()
+    return 0
+
+
+APP = App(
+    name="dpo-online",
+    summary="forward-process RL for diffusion models (online Diffusion-DPO)",
+    recipes=Path(str(files("dpo_online") / "recipes")),
+    default="tiny_dpo",
+    train=_train,
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run(APP, argv)

@@ -1,0 +1,63 @@
+"""FlowGRPO (arXiv 2505.05470) as hooks on the shared loop.
+
+A few denoising steps become stochastic (an SDE with the ODE's marginals), so each has a Gaussian density; the group-relative
+advantage of a finished picture then weighs the log-prob ratio of those steps. Deviation from the paper's code: the KL to the
+base uses the transition's total std, ⟨(μ-μ_ref)²⟩/(2S²) with S = s√h, where the paper's code leaves √h out.
+"""
+
+from __future__ import annotations
+
+import torch
+from diffusion_losses import group_advantages
+from ray_trainer import schema
+from ray_trainer.trainer import Metrics, RayDiffusionTrainer
+from tensordict import TensorDict
+
+
+class RayFlowGRPOTrainer(RayDiffusionTrainer):
+    """generate_sequence → compute_rm_score → compute_old_log_prob → compute_ref_log_prob → compute_advantage → update_actor."""
+
+    engine = "ppo"
+
+    def prepare_update(self, batch: TensorDict, step: int) -> tuple[TensorDict, Metrics]:
+        """Old log-probs, reference means where a KL needs them, and advantages."""
+        schema.check(batch, schema.TRAJECTORY, "rollout")
+        batch = self.compute_old_log_prob(batch)
+        batch = self.compute_ref_log_prob(batch)
+        batch, metrics = self.compute_advantage(batch)
+        schema.check(batch, schema.UPDATE, "compute_advantage")
+        return batch, metrics
+
+    def compute_old_log_prob(self, batch: TensorDict) -> TensorDict:
+        """`old_log_probs` [B, W], and `old_means` where the loss needs them.
+
+        The rollout's own numbers serve when sampler and trainer are one function; their difference is logged at every step
+        as `actor/rollout_log_prob_diff_max`. Otherwise the trainer scores the trajectory again.
+        """
+        if self.config.algorithm.old_log_probs == "rollout":
+            batch["old_log_probs"] = batch["rollout_log_probs"]
+            return batch
+        scored = self.workers.run_batch("compute_log_prob", batch)
+        batch["old_log_probs"], batch["old_means"] = scored["log_probs"], scored["means"]
+        return batch
+
+    def compute_ref_log_prob(self, batch: TensorDict) -> TensorDict:
+        """`ref_means` [B, W, …] of the base policy, the same weights with the adapter off; only when the loss has a KL term."""
+        if self.config.actor.diffusion_loss.ref_kl_coef > 0:
+            batch["ref_means"] = self.workers.run_batch("compute_ref_log_prob", batch)["means"]
+        return batch
+
+    def compute_advantage(self, batch: TensorDict) -> tuple[TensorDict, Metrics]:
+        """`advantages` [B, W]: the reward of a sample against its own prompt's group, grouped by `uid`."""
+        algorithm = self.config.algorithm
+        result = group_advantages(
+            batch["rm_scores"][:, 0],
+            list(batch["uid"]),
+            std=algorithm.advantage_std,
+            ddof=algorithm.advantage_ddof,
+            eps=algorithm.advantage_eps,
+            clip=self.config.actor.diffusion_loss.adv_clip_max,
+        )
+        window = batch["latents"].shape[1]
+        batch["advantages"] = result.advantages.to(torch.float32)[:, None].expand(-1, window).contiguous()
+        return batch, {name: float(value) for name, value in result.metrics.items()}

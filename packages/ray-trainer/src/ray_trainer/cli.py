@@ -1,0 +1,99 @@
+"""The command line that both apps share: `APP [recipe=NAME] [key=value …] [--dry-run] [--help]`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ray_trainer.cluster import prepare_environment
+from ray_trainer.config import RunConfig, compose, to_yaml
+from ray_trainer.errors import Interrupted, TrainerError, TrainingFailed
+from ray_trainer.validate import validate_config
+
+
+@dataclass(frozen=True)
+class App:
+    """What a program adds to the shared command line.
+
+    `recipes` is its folder of YAML files, `default` the recipe that runs without arguments, `train` runs a checked config.
+    """
+
+    name: str
+    summary: str
+    recipes: Path
+    default: str
+    train: Callable[[RunConfig], int]
+
+
+MAIN_KEYS = """\
+  trainer.total_steps=120          length of the run            rollout.n=16              samples per prompt
+  trainer.run_dir=FOLDER           where everything is written  data.prompts_per_step=6   prompts per step
+  trainer.on_existing=resume       or delete, or raise          actor.optim.lr=1e-3       learning rate
+  trainer.seed=0                   of everything random         model.lora_rank=16        size of the adapter
+  model.path=FOLDER                a diffusers pipeline         reward.name=ocr           any reward of image_rewards
+  data.train_file=FILE             JSON lines with "prompt"     ray.address=auto          join a running Ray cluster"""
+
+
+def _summary(recipe: Path) -> str:
+    """A recipe's first comment line."""
+    first = recipe.read_text(encoding="utf-8").splitlines()[:1]
+    return first[0].removeprefix("#").strip() if first and first[0].startswith("#") else ""
+
+
+def help_text(app: App) -> str:
+    """What `--help` prints."""
+    recipes = "\n".join(f"  {path.stem:<18} {_summary(path)}" for path in sorted(app.recipes.glob("*.yaml")))
+    return (
+        f"{app.name}: {app.summary}\n\n"
+        f"usage: {app.name} [recipe=NAME|FILE.yaml] [key=value …] [--dry-run] [--help]\n\n"
+        f"recipes (default {app.default}):\n{recipes}\n\n"
+        f"keys that people change most (--dry-run prints them all):\n{MAIN_KEYS}\n\n"
+        "exit codes: 0 done, 1 a step failed, 2 the input cannot be used, 130 interrupted (resumable)\n"
+    )
+
+
+def parse(app: App, argv: list[str]) -> tuple[RunConfig | None, bool]:
+    """(config, dry run); the config is None when help was asked for.
+
+    Raises:
+        TrainerError: an argument that is neither `key=value` nor a known flag, or a config that does not compose.
+    """
+    if any(a in ("-h", "--help") for a in argv):
+        return None, False
+    dry_run = "--dry-run" in argv
+    pairs = [a for a in argv if a != "--dry-run"]
+    for argument in pairs:
+        if argument.startswith("-") or "=" not in argument:
+            raise TrainerError(f"{argument!r} is not understood; give key=value, --dry-run or --help")
+    recipe = next((a.split("=", 1)[1] for a in reversed(pairs) if a.startswith("recipe=")), app.default)
+    file = Path(recipe) if recipe.endswith((".yaml", ".yml")) else app.recipes / f"{recipe}.yaml"
+    if not file.is_file():
+        known = ", ".join(sorted(p.stem for p in app.recipes.glob("*.yaml")))
+        raise TrainerError(f"there is no recipe {recipe!r}; known are {known}, or give the path of a .yaml file")
+    return compose(app.name, file, [a for a in pairs if not a.startswith("recipe=")]), dry_run
+
+
+def run(app: App, argv: list[str] | None = None) -> int:
+    """The program: returns its exit code. Bad input is one line on stderr and exit code 2, with nothing written."""
+    prepare_environment()
+    try:
+        config, dry_run = parse(app, sys.argv[1:] if argv is None else argv)
+        if config is None:
+            print(help_text(app), end="")
+            return 0
+        plan = validate_config(config)
+        if dry_run:
+            print(to_yaml(config) + "".join(f"# {line}\n" for line in plan), end="")
+            return 0
+        return app.train(config)
+    except TrainerError as error:
+        print(f"{app.name}: error: {error}", file=sys.stderr)
+        return 2
+    except Interrupted as stop:
+        print(f"{app.name}: {stop}", file=sys.stderr)
+        return 130
+    except TrainingFailed as failure:
+        print(f"{app.name}: failed: {failure}", file=sys.stderr)
+        return 1

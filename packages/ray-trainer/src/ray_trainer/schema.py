@@ -1,0 +1,77 @@
+"""Every key of a batch: its shape, its type, who writes it and who reads it; and the check that a batch keeps to it.
+
+Shapes: B sample, K denoise step, W window step, S token, C H W T as usual; `…` stands for the latent's own dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+
+from ray_trainer.errors import TrainingFailed
+
+
+@dataclass(frozen=True)
+class Key:
+    """One tensor of a batch. `shape` is symbolic; a letter stands for one size throughout the batch."""
+
+    name: str
+    shape: str
+    dtype: torch.dtype
+    writer: str
+    readers: str
+
+
+KEYS: tuple[Key, ...] = (
+    Key("responses", "B …", torch.uint8, "rollout", "reward, gallery"),
+    Key("rm_scores", "B 1", torch.float32, "reward", "advantages, pairs, metrics"),
+    Key("latents", "B W …", torch.float32, "rollout", "policy-gradient engine"),
+    Key("next_latents", "B W …", torch.float32, "rollout", "policy-gradient engine"),
+    Key("step_index", "B W", torch.int64, "rollout", "policy-gradient engine"),
+    Key("sigmas", "B K", torch.float32, "rollout", "both engines"),
+    Key("std", "B W", torch.float32, "rollout", "policy-gradient losses"),
+    Key("rollout_log_probs", "B W", torch.float32, "rollout", "parity metric, correction"),
+    Key("final_latents", "B …", torch.float32, "rollout", "forward-process engine"),
+    Key("prompt_embeds", "B S C", torch.float32, "rollout", "both engines"),
+    Key("prompt_embeds_mask", "B S", torch.bool, "rollout", "both engines"),
+    Key("old_log_probs", "B W", torch.float32, "trainer or rollout", "policy-gradient losses"),
+    Key("old_means", "B W …", torch.float32, "trainer", "GRPO-Guard, Flow-DPPO"),
+    Key("ref_means", "B W …", torch.float32, "trainer, adapters off", "KL"),
+    Key("advantages", "B W", torch.float32, "driver", "policy-gradient losses"),
+)
+_BY_NAME = {key.name: key for key in KEYS}
+
+ROLLOUT = ("responses", "rm_scores", "final_latents", "sigmas", "prompt_embeds", "prompt_embeds_mask")
+TRAJECTORY = ("latents", "next_latents", "step_index", "std", "rollout_log_probs")
+UPDATE = ("latents", "next_latents", "step_index", "sigmas", "old_log_probs", "advantages", "prompt_embeds")
+
+
+def check(batch: TensorDict, names: tuple[str, ...], after: str) -> None:
+    """Raise unless `batch` holds the named tensors in the shape and type that the table gives.
+
+    A stored trajectory must be fp32: a bf16 latent moves a log-prob by up to 0.15, thousands of clip ranges.
+
+    Raises:
+        TrainingFailed: names the key, what was found and what the table says.
+    """
+    sizes: dict[str, int] = {"B": batch.batch_size[0]}
+    for name in names:
+        key = _BY_NAME[name]
+        value = batch.get(name, None)
+        if value is None:
+            raise TrainingFailed(
+                f"after {after} the batch lacks {name!r} [{key.shape}], which {key.writer} should have written"
+            )
+        if value.dtype != key.dtype:
+            raise TrainingFailed(f"after {after}, {name!r} is {value.dtype}, but {key.readers} need {key.dtype}")
+        letters = key.shape.split()
+        wanted = [letter for letter in letters if letter != "…"]
+        fits = value.ndim == len(wanted) or (letters[-1] == "…" and value.ndim >= len(wanted))
+        for letter, size in zip(wanted, value.shape, strict=False):
+            fits &= size == (int(letter) if letter.isdigit() else sizes.setdefault(letter, size))
+        if not fits:
+            raise TrainingFailed(
+                f"after {after}, {name!r} has shape {tuple(value.shape)}, expected [{key.shape}] with {sizes}"
+            )

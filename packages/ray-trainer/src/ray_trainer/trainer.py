@@ -1,0 +1,264 @@
+"""The one step loop of every program here. An algorithm is a subclass with its hooks.
+
+    prompts → rollout (rewards asked for sample by sample) → prepare_update (hook) → optimizer steps → sync → metrics row
+
+`prepare_update` turns scored samples into what the engine trains on. Everything
+else (validation, checkpoints, resume, failure, report) is here, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from ray_trainer import checkpoint, schema
+from ray_trainer.config import RunConfig, to_yaml
+from ray_trainer.errors import Interrupted, TrainingFailed
+from ray_trainer.failure import record_failure
+from ray_trainer.interrupt import StopRequest
+from ray_trainer.prompts import Prompt, PromptSampler, load_prompts
+from ray_trainer.report import (
+    LiveLine,
+    MetricsWriter,
+    compare,
+    load_validations,
+    save_validation,
+    summarize,
+    write_report,
+)
+from ray_trainer.rollouts import Rollouts
+from ray_trainer.run_dir import RunDir, open_run_dir
+from ray_trainer.workers import WorkerGroup
+
+Metrics = dict[str, float]
+
+
+class RayDiffusionTrainer:
+    """Runs a config to its end inside an existing Ray session.
+
+    Args:
+        config: checked by `validate_config`.
+        echo: where lines for a person go.
+    """
+
+    engine = "ppo"
+    """Which engine trains: "ppo" or "forward_process"."""
+
+    def __init__(self, config: RunConfig, echo: Callable[[str], None] = print):
+        self.config, self.echo = config, echo
+        loop, data = config.trainer, config.data
+        self.prompts = PromptSampler(load_prompts(data.train_file), data.prompts_per_step, loop.seed)
+        self.val_prompts = load_prompts(data.val_file)[: data.val_max_prompts]
+
+    # ---- hooks of an algorithm -------------------------------------------------------------------------------------------
+
+    def rollout_overrides(self, step: int) -> dict[str, Any]:
+        """What the algorithm changes about the configured sampling of a training step."""
+        return {}
+
+    def prepare_update(self, batch: TensorDict, step: int) -> tuple[TensorDict, Metrics]:
+        """From scored samples to the rows that the engine trains on, and metrics of the preparation."""
+        raise NotImplementedError
+
+    # ---- the loop --------------------------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Train from the beginning, or from the newest checkpoint of a resumed folder.
+
+        Raises:
+            Interrupted: a signal asked to stop; a checkpoint was written.
+            TrainingFailed: a step failed; its state lies in the run folder.
+        """
+        loop = self.config.trainer
+        self.run = open_run_dir(loop.run_dir, loop.on_existing, to_yaml(self.config))
+        self.workers = WorkerGroup(self.config, self.engine)
+        self.rollouts = Rollouts(self.config, self.workers)
+        try:
+            with StopRequest() as stop, asyncio.Runner() as runner:
+                self._runner = runner
+                self._fit(stop)
+        finally:
+            self.rollouts.close()
+            self.workers.close()
+
+    def _fit(self, stop: StopRequest) -> None:
+        loop = self.config.trainer
+        self.writer = MetricsWriter(self.run.path)
+        done = self._resume()
+        with LiveLine(loop.total_steps, first_step=done) as self.live:
+            if done == 0 and loop.val_before_train:
+                self._guarded(0, lambda: self._append(0, self._validate(0)))
+            while done < loop.total_steps:
+                self._guarded(done + 1, partial(self._step, done))
+                done += 1
+                if stop.requested and done < loop.total_steps:
+                    self._save(done)
+                    write_report(self.run.path)
+                    raise Interrupted(
+                        f"stopped after step {done} of {loop.total_steps}; go on with trainer.run_dir={self.run.path} "
+                        "trainer.on_existing=resume"
+                    )
+        self._finish()
+
+    def _resume(self) -> int:
+        """Steps already done: 0, or those of the newest checkpoint, whose weights are then in the workers."""
+        done = checkpoint.latest(self.run.checkpoints) if self.run.resuming else None
+        if done is None:
+            self.writer.truncate_after(-1)
+        else:
+            self.workers.call("load_checkpoint", str(checkpoint.step_folder(self.run.checkpoints, done)))
+            self.writer.truncate_after(done)
+            self.echo(f"resuming {self.run.path} after step {done}")
+        # The first sync: no sample is drawn before the sampler has proved that it holds the trainer's weights.
+        self.workers.update_weights(done or 0)
+        return done or 0
+
+    def _guarded(self, step: int, work: Callable[[], None]) -> None:
+        """Run one step; a failure leaves its state on disk and a checkpoint of the last whole step."""
+        self._batch: TensorDict | None = None
+        try:
+            work()
+        except Exception as error:
+            where = record_failure(self.run.failures, step, error, self._batch)
+            try:
+                if step > 0 and self._updated < step:
+                    self._save(step - 1)
+            except Exception as second:
+                self.echo(f"no checkpoint could be written after the failure: {second!r}")
+            raise TrainingFailed(f"step {step}: {type(error).__name__}: {error}\nits state is in {where}") from error
+
+    _updated = 0
+    """Steps whose update the workers' weights contain: after a failed step they may be saved only if it had not begun."""
+
+    def _step(self, step: int) -> None:
+        clock = Clock()
+        batch = self.generate_sequence(self.prompts.at(step), step)
+        clock.lap("time/rollout")
+        metrics = self.compute_rm_score(batch)
+        data, prepared = self.prepare_update(batch, step)
+        clock.lap("time/prepare")
+        self._updated = step + 1
+        metrics |= prepared | self.update_actor(data, step)
+        clock.lap("time/update")
+        metrics |= self.workers.update_weights(step + 1)
+        clock.lap("time/sync")
+        done, loop = step + 1, self.config.trainer
+        if done == loop.total_steps or (loop.val_every and done % loop.val_every == 0):
+            metrics |= self._validate(done)
+            clock.lap("time/validate")
+        metrics |= clock.laps | {
+            "time/step": clock.total(),
+            "perf/images_per_s": len(batch) / clock.laps["time/rollout"],
+            "perf/max_memory_gb": self.workers.max_memory_gb(),
+        }
+        if done == loop.total_steps or (loop.save_every and done % loop.save_every == 0):
+            self._save(done)
+        self._append(done, metrics)
+
+    def _append(self, step: int, metrics: Metrics) -> None:
+        self.writer.append(step, metrics)
+        shown = {
+            "reward": "reward/mean",
+            "val": "val/reward_mean",
+            "val strict": "val/strict_mean",
+            "kl": "actor/kl_loss",
+        }
+        self.live.update(step, {name: metrics[key] for name, key in shown.items() if key in metrics})
+
+    # ---- the steps of a step ---------------------------------------------------------------------------------------------
+
+    def generate_sequence(self, prompts: list[Prompt], step: int) -> TensorDict:
+        """Prompts [P] to samples [B = P·G] with pictures, trajectories and embeddings; rewards are asked for on the way."""
+        rows = [(f"step{step}/{prompt.uid}", prompt) for prompt in prompts]
+        self._batch = self._runner.run(
+            self.rollouts.sample(
+                rows, self.config.rollout.n, step=step, overrides=self.rollout_overrides(step), validate=False
+            )
+        )
+        return self._batch
+
+    def compute_rm_score(self, batch: TensorDict) -> Metrics:
+        """Check and describe the scores. They were asked for sample by sample while the others were still being drawn."""
+        schema.check(batch, schema.ROLLOUT, "rollout and reward")
+        return self.rollouts.score_metrics(batch)
+
+    def update_actor(self, data: TensorDict, step: int) -> Metrics:
+        """The optimizer steps of one training step, on every worker."""
+        return self.workers.update_actor(data, step)
+
+    # ---- validation, checkpoints, end ------------------------------------------------------------------------------------
+
+    def _validate(self, step: int) -> Metrics:
+        rows = [(f"val/{prompt.uid}", prompt) for prompt in self.val_prompts]
+        batch = self._runner.run(self.rollouts.sample(rows, self.config.rollout.val_kwargs.n, step=step, validate=True))
+        records = [
+            {"prompt": prompt, "uid": uid, "seed": int(index), "reward": float(reward), "components": components}
+            for prompt, uid, index, reward, components in zip(
+                batch["prompt"],
+                batch["uid"],
+                batch["index"],
+                batch["rm_scores"][:, 0],
+                batch["reward_components"],
+                strict=True,
+            )
+        ]
+        save_validation(self.run.path, step, batch["responses"].numpy(), records)
+        result = {"val/failed": self.rollouts.score_metrics(batch)["reward/failed"]}
+        for name, value in summarize(load_validations(self.run.path)[-1]).items():
+            result[f"val/{name}_mean"], result[f"val/{name}_stderr"] = value.mean, value.stderr
+        return result
+
+    def _save(self, step: int) -> None:
+        self.workers.call("save_checkpoint", str(checkpoint.step_folder(self.run.checkpoints, step)), step)
+        checkpoint.publish(self.run.checkpoints, step, self.config.trainer.keep_checkpoints)
+
+    def _finish(self) -> None:
+        exported = self.workers.call("export_lora", str(self.run.lora))[0] if self.config.model.lora_rank > 0 else None
+        report = write_report(self.run.path)
+        for line in self.summary():
+            self.echo(line)
+        if exported:
+            self.echo(f"lora    {exported}")
+        self.echo(f"report  {report}")
+
+    def summary(self) -> list[str]:
+        """What a person reads at the end: before → after of every validated number, with paired standard errors."""
+        validations = load_validations(self.run.path)
+        if len(validations) < 2:
+            return []
+        first, last = validations[0], validations[-1]
+        lines = [
+            "",
+            f"step {first.step} → {last.step} on {len(self.val_prompts)} held-out prompts × {self.config.rollout.val_kwargs.n} "
+            "seeds (same prompts and seeds; ± is one standard error, clustered by prompt)",
+        ]
+        for change in compare(first, last):
+            old, new, gain = change.before, change.after, change.difference
+            lines.append(
+                f"  {change.name:<12} {old.mean:.3f} ± {old.stderr:.3f}  →  {new.mean:.3f} ± {new.stderr:.3f}    "
+                f"{gain.mean:+.3f} ± {gain.stderr:.3f}  ({change.z:+.1f} errors)"
+            )
+        return [*lines, ""]
+
+
+class Clock:
+    """Seconds of consecutive phases."""
+
+    def __init__(self) -> None:
+        self.start = self.last = time.perf_counter()
+        self.laps: Metrics = {}
+
+    def lap(self, name: str) -> None:
+        """Close the running phase under `name`."""
+        now = time.perf_counter()
+        self.laps[name], self.last = now - self.last, now
+
+    def total(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.start

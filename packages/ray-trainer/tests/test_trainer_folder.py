@@ -1,0 +1,111 @@
+import json
+import os
+import signal
+
+import pytest
+import torch
+from ray_trainer import checkpoint
+from ray_trainer.errors import TrainerError, TrainingFailed
+from ray_trainer.failure import record_failure
+from ray_trainer.interrupt import StopRequest
+from ray_trainer.run_dir import check_run_dir, open_run_dir
+from ray_trainer.schema import check
+from safetensors.torch import load_file
+from tensordict import NonTensorStack, TensorDict
+
+
+def test_policies_for_an_existing_folder(tmp_path):
+    path = str(tmp_path / "run")
+    check_run_dir(path, "raise")
+    first = open_run_dir(path, "raise", "a: 1\n")
+    assert not first.resuming
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(TrainerError, match="trainer.on_existing=resume"):
+        check_run_dir(path, "raise")
+    check_run_dir(path, "resume")
+    again = open_run_dir(path, "resume", "a: 2\n")
+    assert again.resuming
+    assert again.metrics.exists()
+    fresh = open_run_dir(path, "delete", "a: 3\n")
+    assert not fresh.resuming
+    assert not fresh.metrics.exists()
+    assert fresh.config.read_text() == "a: 3\n"
+    with pytest.raises(TrainerError, match="must be one of raise, resume, delete"):
+        check_run_dir(path, "overwrite")
+
+
+def test_a_foreign_folder_is_never_deleted(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(TrainerError, match="is no run folder"):
+        check_run_dir(str(tmp_path), "delete")
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    for bad in (tmp_path / "file" / "run", "/proc/run"):
+        with pytest.raises(TrainerError, match="cannot write into"):
+            check_run_dir(str(bad), "raise")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]  # nothing half-written
+
+
+def test_latest_checkpoint_is_always_whole(tmp_path):
+    assert checkpoint.latest(tmp_path) is None
+    for step in (10, 20, 30):
+        checkpoint.step_folder(tmp_path, step).mkdir()
+        checkpoint.publish(tmp_path, step, keep=2)
+    assert checkpoint.latest(tmp_path) == 30
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_000020", "step_000030"]
+    checkpoint.step_folder(tmp_path, 40).mkdir()  # killed before it was published
+    assert checkpoint.latest(tmp_path) == 30
+    checkpoint.step_folder(tmp_path, 30).rmdir()
+    with pytest.raises(TrainerError, match="is gone"):
+        checkpoint.latest(tmp_path)
+    (tmp_path / "latest.json").write_text("{")
+    with pytest.raises(TrainerError, match="unreadable"):
+        checkpoint.latest(tmp_path)
+
+
+def test_the_first_signal_asks_and_the_second_insists(capsys):
+    before = signal.getsignal(signal.SIGINT)
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+        assert "stopping after this step" in capsys.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_failed_step_leaves_traceback_and_batch(tmp_path):
+    batch = TensorDict({"latents": torch.arange(6.0).view(2, 3)}, batch_size=[2])
+    batch["uid"] = NonTensorStack("a", "b")
+    try:
+        raise ValueError("the reward is upset")
+    except ValueError as error:
+        folder = record_failure(tmp_path, 12, error, batch)
+    assert folder.name == "step_000012"
+    assert "the reward is upset" in (folder / "error.txt").read_text()
+    assert torch.equal(load_file(folder / "batch.safetensors")["latents"], batch["latents"])
+    assert json.loads((folder / "batch.json").read_text())["uid"] == ["a", "b"]
+
+
+def batch_of(**changes):
+    tensors = {
+        "latents": torch.zeros(4, 2, 16, 64),
+        "next_latents": torch.zeros(4, 2, 16, 64),
+        "step_index": torch.zeros(4, 2, dtype=torch.long),
+    }
+    return TensorDict(tensors | changes, batch_size=[4])
+
+
+def test_the_schema_refuses_rounded_missing_and_misshapen_tensors():
+    names = ("latents", "next_latents", "step_index")
+    check(batch_of(), names, "rollout")
+    with pytest.raises(TrainingFailed, match="'latents' is torch.bfloat16"):
+        check(batch_of(latents=torch.zeros(4, 2, 16, 64, dtype=torch.bfloat16)), names, "rollout")
+    with pytest.raises(TrainingFailed, match="'step_index' has shape"):
+        check(batch_of(step_index=torch.zeros(4, 3, dtype=torch.long)), names, "rollout")
+    with pytest.raises(TrainingFailed, match="lacks 'rm_scores'"):
+        check(batch_of(), (*names, "rm_scores"), "rollout")
+    with pytest.raises(TrainingFailed, match="'rm_scores' has shape"):
+        check(batch_of(rm_scores=torch.zeros(4, 2)), ("rm_scores",), "reward")

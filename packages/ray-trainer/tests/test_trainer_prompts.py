@@ -1,0 +1,68 @@
+import json
+
+import pytest
+from ray_trainer.errors import TrainerError
+from ray_trainer.prompts import PromptSampler, builtin, load_prompts
+
+
+def write(path, *lines):
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def test_shipped_prompts_are_split_without_overlap():
+    train, held_out = load_prompts("builtin:tiny_shapes_train"), load_prompts("builtin:tiny_shapes_heldout")
+    assert (len(train), len(held_out)) == (96, 48)
+    assert not {p.text for p in train} & {p.text for p in held_out}
+    for prompt in (*train, *held_out):
+        assert prompt.metadata["color"] in prompt.text
+        assert prompt.metadata["shape"] in prompt.text
+        assert prompt.metadata["background"] in prompt.text
+
+
+def test_equal_texts_are_different_prompts(tmp_path):
+    path = write(tmp_path / "p.jsonl", '{"prompt": "a cat"}', "", '{"prompt": "a cat", "metadata": {"k": 1}}')
+    first, second = load_prompts(path)
+    assert first.text == second.text
+    assert first.uid != second.uid
+    assert second.metadata == {"k": 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"prompt": "a"', "line 2 is not JSON"),
+        ('{"prompt": ""}', "line 2 needs a non-empty text"),
+        ('{"text": "a"}', "line 2 needs a non-empty text"),
+        ('["a"]', "line 2 needs a non-empty text"),
+        ('{"prompt": "a", "metadata": 3}', 'line 2: "negative_prompt" must be a text and "metadata" an object'),
+        ('{"prompt": "a", "target": "x"}', "unknown fields ['target']"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path, line, complaint):
+    path = write(tmp_path / "p.jsonl", '{"prompt": "fine"}', line)
+    with pytest.raises(TrainerError) as caught:
+        load_prompts(path)
+    assert complaint in str(caught.value)
+
+
+def test_missing_and_empty_files(tmp_path):
+    with pytest.raises(TrainerError, match="there is no prompt file"):
+        load_prompts(str(tmp_path / "none.jsonl"))
+    with pytest.raises(TrainerError, match="holds no prompt"):
+        load_prompts(write(tmp_path / "e.jsonl", ""))
+    with pytest.raises(TrainerError, match=r"known are \['tiny_shapes_heldout', 'tiny_shapes_train'\]"):
+        load_prompts("builtin:tiny_shapes")
+    assert json.loads((builtin("models", "tiny_qwen_image") / "model_index.json").read_text())["_class_name"]
+
+
+def test_the_sampler_is_a_function_of_seed_and_step():
+    prompts = load_prompts("builtin:tiny_shapes_train")
+    sampler = PromptSampler(prompts, 6, seed=3)
+    epoch = [p.uid for step in range(16) for p in sampler.at(step)]
+    assert sorted(epoch) == sorted(p.uid for p in prompts)  # without replacement
+    assert [p.uid for p in sampler.at(5)] == [p.uid for p in PromptSampler(prompts, 6, seed=3).at(5)]
+    assert [p.uid for p in sampler.at(0)] != [p.uid for p in sampler.at(16)]  # a new order each epoch
+    assert [p.uid for p in sampler.at(0)] != [p.uid for p in PromptSampler(prompts, 6, seed=4).at(0)]
+    with pytest.raises(TrainerError, match="must lie between 1 and the 96 prompts"):
+        PromptSampler(prompts, 97, seed=0)

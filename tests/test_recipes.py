@@ -1,0 +1,98 @@
+"""Every shipped recipe loads and validates; the command line's surface is what the documents say."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import dpo_online.cli
+import flowgrpo.cli
+import pytest
+from ray_trainer.cli import parse, run
+from ray_trainer.errors import TrainerError
+from ray_trainer.validate import validate_config
+
+APPS = [flowgrpo.cli.APP, dpo_online.cli.APP]
+RECIPES = [(app, path.stem) for app in APPS for path in sorted(app.recipes.glob("*.yaml"))]
+IDS = [f"{app.name}-{recipe}" for app, recipe in RECIPES]
+
+
+@pytest.mark.parametrize(("app", "recipe"), RECIPES, ids=IDS)
+def test_a_recipe_validates_and_is_short(app, recipe, tmp_path):
+    config, dry_run = parse(app, [f"recipe={recipe}", f"trainer.run_dir={tmp_path / 'run'}", "--dry-run"])
+    assert dry_run
+    assert validate_config(config)[0].startswith("would train")
+    assert not (tmp_path / "run").exists()
+    assert len((app.recipes / f"{recipe}.yaml").read_text().splitlines()) <= 45
+
+
+@pytest.mark.parametrize("app", APPS, ids=[a.name for a in APPS])
+def test_help_names_every_recipe(app, capsys):
+    assert run(app, ["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(path.stem in text for path in app.recipes.glob("*.yaml"))
+    assert "trainer.on_existing=resume" in text
+
+
+def test_dry_run_prints_a_config_that_is_itself_a_recipe(tmp_path, capsys):
+    assert run(APPS[0], ["--dry-run", f"trainer.run_dir={tmp_path / 'run'}", "actor.optim.lr=5e-4"]) == 0
+    text = capsys.readouterr().out
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(text)
+    config, _ = parse(APPS[0], [f"recipe={recipe}"])
+    assert config.actor.optim.lr == 5e-4
+    assert config.actor.diffusion_loss.ref_kl_coef == 0.5
+    assert config.recipe == "mine"
+
+
+BAD = {
+    "typo": (["actor.optim.lrr=1"], "did you mean 'actor.optim.lr'"),
+    "wrong section": (["trainer.lora_rank=4"], "did you mean 'model.lora_rank'"),
+    "wrong type": (["rollout.n=many"], "rollout.n"),
+    "value outside its range": (["rollout.backend=mystery"], "rollout.backend"),
+    "flag": (["--fast"], "is not understood"),
+    "recipe": (["recipe=nothing"], "there is no recipe 'nothing'; known are"),
+    "model folder": (["model.path=/nowhere/at/all"], "holds no diffusers pipeline"),
+    "group of one": (["rollout.n=1"], "give at least 2"),
+    "prompt file": (["data.train_file=/nowhere.jsonl"], "there is no prompt file"),
+    "run folder": (["trainer.run_dir=/proc/run"], "cannot write into"),
+    "negative steps": (["trainer.total_steps=0"], "trainer.total_steps=0 must be at least 1"),
+    "too many prompts": (["data.prompts_per_step=97"], "must lie between 1 and the 96 prompts"),
+    "reward": (["reward.name=shape"], "shapes"),
+    "filled in": (["actor.model_config.path=x"], "set model.* instead"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "complaint"), BAD.values(), ids=list(BAD))
+def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, complaint, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(APPS[0], arguments) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []  # nothing half-written
+
+
+def test_a_broken_prompt_line_is_named(tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "ok"}\n{"prompt": }\n')
+    assert run(APPS[0], [f"data.train_file={prompts}"]) == 2
+    assert "line 2 is not JSON" in capsys.readouterr().err
+
+
+def test_parse_refuses_what_it_cannot_read(tmp_path):
+    recipe = tmp_path / "list.yaml"
+    recipe.write_text("- 1\n- 2\n")
+    with pytest.raises(TrainerError, match="not a mapping"):
+        parse(APPS[0], [f"recipe={recipe}"])
+
+
+def test_validation_needs_no_heavy_imports():
+    code = (
+        "import sys, flowgrpo.cli as c; code = c.main(['--dry-run']); "
+        "heavy = {'torch', 'diffusers', 'transformers', 'ray'} & set(sys.modules); "
+        "assert code == 0; assert not heavy, heavy"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent, timeout=60
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,91 @@
+"""Each package installs alone in an empty environment, and its README's example runs there.
+
+Three forms: `pip install ./packages/<leaf>`, `uv pip install ./packages/<name>`, and `pip install --find-links dist <name>` after
+`uv build --all-packages`. PyTorch is linked into each environment from uv's cache first, so that pip finds it satisfied instead of
+fetching three gigabytes again.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+UV = shutil.which("uv")
+TORCH = ["torch==2.13.0"]
+LEAVES = ["sde-samplers", "diffusion-losses", "lora-sync", "image-rewards"]
+CONSTRAINTS = [f"{name}=={version}" for name, version in (("diffusers", "0.40.0"), ("transformers", "5.14.1"))]
+
+pytestmark = pytest.mark.skipif(UV is None, reason="needs uv, which the README's command installs")
+
+
+def command(*arguments, cwd, timeout=280):
+    environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    done = subprocess.run(
+        [str(a) for a in arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, f"{arguments}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def empty_environment(folder, *packages):
+    command(UV, "venv", "--seed", "--python", sys.executable, folder / "venv", cwd=folder)
+    python = folder / "venv" / "bin" / "python"
+    if packages:
+        command(UV, "pip", "install", "--python", python, *packages, cwd=ROOT)
+    return python
+
+
+def example(name):
+    return re.search(r"^```python\n(.*?)^```", (ROOT / "packages" / name / "README.md").read_text(), re.M | re.S).group(
+        1
+    )
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dist")
+    command(UV, "build", "--all-packages", "--wheel", "--out-dir", folder, cwd=ROOT)
+    return folder
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_leaf_installs_with_pip_and_its_example_runs(name, tmp_path):
+    python = empty_environment(tmp_path, *([] if name == "image-rewards" else TORCH))
+    command(python, "-m", "pip", "install", "--quiet", ROOT / "packages" / name, cwd=tmp_path)
+    command(python, "-c", example(name), cwd=tmp_path)
+
+
+def test_a_package_with_siblings_installs_with_uv_and_its_example_runs(tmp_path):
+    python = empty_environment(tmp_path, *TORCH, *CONSTRAINTS)
+    command(UV, "pip", "install", "--python", python, ROOT / "packages" / "fsdp-diffusers-engine", cwd=ROOT)
+    command(python, "-c", example("fsdp-diffusers-engine"), cwd=tmp_path)
+
+
+def test_wheels_install_from_a_folder_and_the_app_finds_its_assets(dist, tmp_path):
+    names = {wheel.name.split("-")[0] for wheel in dist.glob("*.whl")}
+    assert {
+        n.replace("-", "_") for n in (*LEAVES, "model-specs", "fsdp-diffusers-engine", "omni-rollout", "ray-trainer")
+    } < names
+    packages = [
+        *TORCH,
+        *CONSTRAINTS,
+        "ray==2.60.0",
+        "omegaconf",
+        "tensordict",
+        "peft",
+        "accelerate",
+        "rich",
+        "xxhash",
+        "pillow",
+    ]
+    python = empty_environment(tmp_path, *packages)
+    command(python, "-m", "pip", "install", "--quiet", "--find-links", dist, "flowgrpo", cwd=tmp_path)
+    out = command(tmp_path / "venv" / "bin" / "flowgrpo", "--dry-run", cwd=tmp_path)
+    assert "builtin:tiny_qwen_image" in out
+    for name in ("model-specs", "omni-rollout", "ray-trainer"):
+        command(python, "-c", example(name), cwd=tmp_path)
