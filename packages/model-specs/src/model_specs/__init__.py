@@ -3,19 +3,29 @@
 from model_specs.base import ModelSpec
 from model_specs.embeddings import PromptEmbeds, PromptEncoder
 from model_specs.errors import PromptTooLongError, SpecError, UnknownArchitectureError
+from model_specs.flops import training_flops
+from model_specs.flux import FluxSpec
 from model_specs.qwen_image import QwenImageSpec
 from model_specs.registry import available, get_spec, get_spec_for, register
+from model_specs.sd3 import SD3Spec
+from model_specs.wan import WanSpec
+from model_specs.z_image import ZImageSpec
 
 __all__ = [
+    "FluxSpec",
     "ModelSpec",
     "PromptEmbeds",
     "PromptEncoder",
     "PromptTooLongError",
     "QwenImageSpec",
+    "SD3Spec",
     "SpecError",
     "UnknownArchitectureError",
+    "WanSpec",
+    "ZImageSpec",
     "available",
     "get_spec",
     "get_spec_for",
     "register",
+    "training_flops",
 ]

@@ -84,7 +84,11 @@ class ModelSpec(ABC):
         kind = getattr(diffusers, self.transformer_class)
         with accelerate.init_empty_weights(include_buffers=False):
             model = kind.from_config(kind.load_config(folder))
-        return model.to(dtype).eval()
+        kept = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
+        for name, parameter in model.named_parameters():
+            if not any(part in name for part in kept):
+                parameter.data = parameter.data.to(dtype)
+        return model.eval()
 
     def transformer_folders(self, path: str | Path) -> dict[str, Path]:
         """Where the weights of `load_transformer`'s module lie: parameter-name prefix to folder of safetensors."""
@@ -207,7 +211,7 @@ class ModelSpec(ABC):
 
     @abstractmethod
     def decode(self, vae: nn.Module, latents: Tensor, *, height: int, width: int, num_frames: int = 1) -> Tensor:
-        """Clean latents [B, ...] to pixels: uint8 [B, 3, H, W], or [B, T, 3, H, W] for video. No gradient."""
+        """Clean latents [B, ...] to pixels, no gradient: uint8 [B, 3, H, W], or [B, T, 3, H, W] for T > 1 frames."""
 
     def flops(
         self,

@@ -19,7 +19,7 @@ from torch import Tensor
 from model_specs.errors import PromptTooLongError, SpecError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PromptEmbeds:
     """What a transformer is told about the prompts of a batch.
 
@@ -109,6 +109,13 @@ class PromptEmbeds:
             raise SpecError(f"{len(self)} prompt rows for {batch} samples: give one row per sample, or one for all.")
         pooled = None if self.pooled is None else self.pooled.expand(batch, -1)
         return self._carry(PromptEmbeds(self.embeds.expand(batch, -1, -1), self.mask.expand(batch, -1), pooled))
+
+    def rows(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Each prompt's tokens without padding, [s, C] each, for networks that take a list of captions."""
+        if "_lengths" not in self.__dict__:  # like `full`: one synchronisation per object
+            object.__setattr__(self, "_lengths", self.mask.sum(1).tolist())
+        embeds = self.embeds.to(dtype=dtype)
+        return [row[:length] for row, length in zip(embeds, self.__dict__["_lengths"], strict=True)]
 
     def pad_to(self, length: int) -> PromptEmbeds:
         """Pad the token axis with zeros (mask False) to `length`; SpecError when it is longer already."""

@@ -1,0 +1,216 @@
+"""Wan2.2 text to video (and Wan2.1, its predecessor): the A14B with two experts, and the 5B.
+
+Follows `WanPipeline` of diffusers 0.40. Latents [B, C, T', H/f, W/f] with T' = (T - 1) / 4 + 1, C = 16 and f = 8 for
+the 14B models, C = 48 and f = 16 for the 5B. What that pipeline calls `guidance_scale` is classifier-free guidance,
+here `true_cfg_scale`; a pair gives the two experts a scale each (`guidance_scale`, `guidance_scale_2` there).
+
+The published folders name a UniPC scheduler, whose timesteps are rounded to integers before the network sees them.
+Here the network sees sigma itself, as with a flow-match Euler scheduler: below 1/1000 apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model_specs import flops
+from model_specs.base import ModelSpec
+from model_specs.common import compute_dtype, split_batch, timestep_of, to_uint8
+from model_specs.embeddings import PromptEmbeds, PromptEncoder, check_length
+from model_specs.errors import SpecError
+from model_specs.folders import component, has_part, load_diffusers, load_part
+from model_specs.registry import register
+from model_specs.single_frame import single_frame_convolutions
+
+
+@register
+class WanSpec(ModelSpec):
+    """Wan (text to video)."""
+
+    name = "wan"
+    transformer_class = "WanTransformer3DModel"
+    pipeline_class = "WanPipeline"
+    vae_class = "AutoencoderKLWan"
+    attention_targets = ("to_q", "to_k", "to_v", "to_out.0")
+    mlp_targets = ("ffn.net.0.proj", "ffn.net.2")
+    default_max_sequence_length = 512
+
+    # ------------------------------------------------------------------ experts
+
+    def load_transformer(
+        self, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> nn.Module:
+        """The transformer, or both experts as one `WanExperts` where the folder has two."""
+        boundary = self._boundary(path)
+        if boundary is None:
+            return super().load_transformer(path, dtype, device)
+        from model_specs.wan_experts import WanExperts
+
+        high, low = (
+            load_diffusers(self.transformer_class, folder, dtype, device)
+            for folder in self.transformer_folders(path).values()
+        )
+        return WanExperts(high, low, boundary).eval()
+
+    def empty_transformer(self, path: str | Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+        boundary = self._boundary(path)
+        if boundary is None:
+            return super().empty_transformer(path, dtype)
+        from model_specs.wan_experts import WanExperts
+
+        high, low = super().empty_transformer(path, dtype), super().empty_transformer(path, dtype)
+        return WanExperts(high, low, boundary).eval()
+
+    def transformer_folders(self, path: str | Path) -> dict[str, Path]:
+        if self._boundary(path) is None:
+            return super().transformer_folders(path)
+        parts = ("transformer", "transformer_2")
+        return {f"{part}.": component(path, part, "config.json") for part in parts}
+
+    @staticmethod
+    def _boundary(path: str | Path) -> float | None:
+        """The timestep that divides the experts, None for a folder with one transformer."""
+        component(path, "transformer", "config.json")
+        ratio = WanSpec(path).pipeline_config.get("boundary_ratio")
+        if ratio is None:
+            return None
+        if not has_part(path, "transformer_2"):
+            raise SpecError(f"{str(path)!r} has boundary_ratio={ratio!r} but no transformer_2: it needs both experts.")
+        return ratio * 1000.0
+
+    # ------------------------------------------------------------------ shapes
+
+    @property
+    def vae_factor(self) -> int:
+        return self.vae_config.get("scale_factor_spatial", 8)
+
+    @property
+    def frame_factor(self) -> int:
+        """Frames per latent frame, after the first."""
+        return self.vae_config.get("scale_factor_temporal", 4)
+
+    @property
+    def latent_channels(self) -> int:
+        return self.transformer_config.get("in_channels", 16)
+
+    def check_size(self, height: int, width: int, num_frames: int = 1) -> None:
+        super().check_size(height, width)
+        if num_frames < 1 or (num_frames - 1) % self.frame_factor:
+            near = max(0, round((num_frames - 1) / self.frame_factor)) * self.frame_factor + 1
+            raise SpecError(
+                f"num_frames={num_frames!r} does not fit {self.name}: it must be 1 more than a multiple of "
+                f"{self.frame_factor}, e.g. {near}."
+            )
+
+    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
+        self.check_size(height, width, num_frames)
+        frames = (num_frames - 1) // self.frame_factor + 1
+        return self.latent_channels, frames, height // self.vae_factor, width // self.vae_factor
+
+    def load_encoder(
+        self, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> PromptEncoder:
+        def load() -> tuple[Any, nn.Module]:
+            return load_part(path, "tokenizer", dtype, device), load_part(path, "text_encoder", dtype, device)
+
+        return WanEncoder(load, device, max_sequence_length=self.default_max_sequence_length, limit=512)
+
+    # ------------------------------------------------------------------ network
+
+    def velocity(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        sigma: Tensor,
+        cond: PromptEmbeds,
+        *,
+        negative: PromptEmbeds | None = None,
+        true_cfg_scale: float | Sequence[float] = 1.0,
+        guidance_scale: float | None = None,
+        height: int,
+        width: int,
+        num_frames: int = 1,
+    ) -> Tensor:
+        self.check_latents(latents, sigma, height, width, num_frames)
+        batch, dtype = latents.shape[0], compute_dtype(transformer)
+        scales = [true_cfg_scale] if isinstance(true_cfg_scale, int | float) else list(true_cfg_scale)
+        guiding = self.guiding_prompts(negative, max(scales))
+        x_BCTHW, timestep = latents.to(dtype), timestep_of(sigma)
+        scale: float | Tensor = scales[0]
+        if len(scales) > 1:
+            if len(scales) != 2 or not hasattr(transformer, "is_high"):
+                raise SpecError(f"true_cfg_scale={true_cfg_scale!r}: a pair is for a folder with two experts.")
+            high = transformer.is_high(timestep)  # type: ignore[operator]
+            scale = torch.where(high, scales[0], scales[1]).view(-1, 1, 1, 1, 1)
+        if self.pipeline_config.get("expand_timesteps", False):
+            # The 5B takes a timestep per token (so that images can be given as clean frames); here all are equal.
+            _, frames, rows, columns = latents.shape[1:]
+            timestep = timestep[:, None].expand(batch, frames * (rows // 2) * (columns // 2))
+
+        def predict(prompts: PromptEmbeds) -> Tensor:
+            embeds = prompts.expand(batch).embeds.to(dtype)
+            return transformer(
+                hidden_states=x_BCTHW, timestep=timestep, encoder_hidden_states=embeds, return_dict=False
+            )[0].float()
+
+        positive = predict(cond)
+        if guiding is None:
+            return positive
+        other = predict(guiding)
+        return other + scale * (positive - other)
+
+    @torch.no_grad()
+    def decode(self, vae: nn.Module, latents: Tensor, *, height: int, width: int, num_frames: int = 1) -> Tensor:
+        self.check_latents(latents, latents.new_zeros(latents.shape[0]), height, width, num_frames)
+        module: Any = single_frame_convolutions(vae) if num_frames == 1 else vae
+        dtype = next(vae.parameters()).dtype
+        mean = torch.tensor(module.config.latents_mean, device=latents.device, dtype=dtype).view(1, -1, 1, 1, 1)
+        inverse = 1.0 / torch.tensor(module.config.latents_std, device=latents.device, dtype=dtype).view(1, -1, 1, 1, 1)
+        videos = []
+        for part in split_batch(latents, height * width * num_frames):
+            pixels = module.decode(part.to(dtype) / inverse + mean, return_dict=False)[0]
+            videos.append(to_uint8(pixels).transpose(1, 2))
+        result = torch.cat(videos).contiguous()
+        return result[:, 0] if num_frames == 1 else result
+
+    def flops(
+        self,
+        config: Mapping[str, Any],
+        batch: int,
+        height: int,
+        width: int,
+        num_frames: int = 1,
+        *,
+        text_tokens: int,
+    ) -> float:
+        channels, frames, rows, columns = self.latent_shape(height, width, num_frames)
+        per_patch = config.get("patch_size", (1, 2, 2))[1] * config.get("patch_size", (1, 2, 2))[2]
+        S, N = frames * rows * columns // per_patch, text_tokens
+        D = config.get("num_attention_heads", 40) * config.get("attention_head_dim", 128)
+        block = flops.linear(batch * S, D, 4 * D) + flops.attention(batch, S, S, D)  # self-attention
+        block += flops.linear(batch * S, D, 2 * D) + flops.linear(batch * N, D, 2 * D)  # cross-attention
+        block += flops.attention(batch, S, N, D) + 2 * flops.linear(batch * S, D, config.get("ffn_dim", 13824))
+        # A timestep per token makes the time embedding as long as the video.
+        times = batch * S if self.pipeline_config.get("expand_timesteps", False) else batch
+        ends = flops.linear(times, config.get("freq_dim", 256) + D, D) + flops.linear(times, D, 6 * D)
+        ends += flops.linear(batch * N, config.get("text_dim", 4096) + D, D)
+        ends += flops.linear(batch * S, channels * per_patch, D)
+        ends += flops.linear(batch * S, D, config.get("out_channels", channels) * per_patch)
+        return config.get("num_layers", 40) * block + ends
+
+
+class WanEncoder(PromptEncoder):
+    """UMT5's hidden states, then zeros up to `max_sequence_length`, which the network attends to as well."""
+
+    def _encode_one(self, prompt: str, max_sequence_length: int) -> tuple[Tensor, None]:
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+        tokenizer, model = self.parts
+        ids = tokenizer(prompt_clean(prompt), return_tensors="pt").input_ids.to(self.device)
+        check_length(prompt, ids.shape[1], max_sequence_length, "T5")
+        hidden = model(ids, torch.ones_like(ids)).last_hidden_state[0]
+        return torch.nn.functional.pad(hidden, (0, 0, 0, max_sequence_length - ids.shape[1])), None
