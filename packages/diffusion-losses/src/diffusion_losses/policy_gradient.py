@@ -235,9 +235,7 @@ def _finish(
         steps.log_ratio == 0
     ).float()  # 1: every ratio is exactly 1, as it is before the first update
     if clip:
-        low, high = outside_clip(
-            ratio_source, config.clip_ratio, config.guard_clip if config.loss_mode == "grpo_guard" else "log_ratio"
-        )
+        low, high = outside_clip(ratio_source, config.clip_ratio)
         means["actor/pg_clipfrac"] = (low | high).float()
         means["actor/pg_clipfrac_higher"], means["actor/pg_clipfrac_lower"] = high.float(), low.float()
     objective = policy
