@@ -1,6 +1,6 @@
 """Fails when a test of the real vLLM-Omni engine was skipped, or when none ran at all.
 
-    python tools/check_engine_tests.py JUNIT_REPORT.xml
+python tools/check_engine_tests.py JUNIT_REPORT.xml
 """
 
 from __future__ import annotations

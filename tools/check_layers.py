@@ -70,7 +70,9 @@ def problems(root: Path = ROOT) -> list[str]:
         package = source.name
         if package not in MAY_IMPORT:
             if source.is_dir() and (source / "__init__.py").exists():
-                lines.append(f"{source.relative_to(root)}: package {package!r} is not in MAY_IMPORT; say what it may import")
+                lines.append(
+                    f"{source.relative_to(root)}: package {package!r} is not in MAY_IMPORT; say what it may import"
+                )
             continue
         for file in sorted(source.rglob("*.py")):
             where = file.relative_to(root)
@@ -80,7 +82,9 @@ def problems(root: Path = ROOT) -> list[str]:
                     allowed = ", ".join(sorted(MAY_IMPORT[package])) or "none of its siblings"
                     lines.append(f"{where}:{line}: {package} imports {name}; it may import {allowed}")
                 if eager and not plugin and name in LAZY_ONLY[package]:
-                    lines.append(f"{where}:{line}: {package} imports {name} while being imported; do it inside the function")
+                    lines.append(
+                        f"{where}:{line}: {package} imports {name} while being imported; do it inside the function"
+                    )
     return lines
 
 
@@ -89,7 +93,9 @@ def main() -> int:
     found = problems()
     for line in found:
         print(line)
-    print(f"check_layers: {len(found)} forbidden import(s)" if found else "check_layers: every import keeps to its layer")
+    print(
+        f"check_layers: {len(found)} forbidden import(s)" if found else "check_layers: every import keeps to its layer"
+    )
     return 1 if found else 0
 
 

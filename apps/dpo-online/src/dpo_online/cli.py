@@ -10,8 +10,9 @@ from ray_trainer.config import RunConfig
 
 
 def _train(config: RunConfig) -> int:
-    from dpo_online.trainer import RayOnlineDPOTrainer
     from ray_trainer.cluster import ray_session
+
+    from dpo_online.trainer import RayOnlineDPOTrainer
 
     with ray_session(config.ray):
         RayOnlineDPOTrainer(config).fit()

@@ -10,8 +10,9 @@ from ray_trainer.config import RunConfig
 
 
 def _train(config: RunConfig) -> int:
-    from flowgrpo.trainer import RayFlowGRPOTrainer
     from ray_trainer.cluster import ray_session
+
+    from flowgrpo.trainer import RayFlowGRPOTrainer
 
     with ray_session(config.ray):
         RayFlowGRPOTrainer(config).fit()

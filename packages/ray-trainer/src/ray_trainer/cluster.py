@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ray_trainer.config import RayConfig
 from ray_trainer.errors import TrainerError
@@ -54,7 +55,7 @@ def ray_session(config: RayConfig) -> Iterator[None]:
         yield
         return
     address = config.address or os.environ.get("RAY_ADDRESS", "")
-    env = {"runtime_env": {"env_vars": dict(ENVIRONMENT)}, "log_to_driver": False, "logging_level": "ERROR"}
+    env: dict[str, Any] = {"runtime_env": {"env_vars": dict(ENVIRONMENT)}, "log_to_driver": False, "logging_level": "ERROR"}
     if address:
         try:
             ray.init(address=address, **env)

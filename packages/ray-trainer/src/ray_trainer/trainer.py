@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 
 from ray_trainer import checkpoint, schema
@@ -33,7 +32,7 @@ from ray_trainer.report import (
     write_report,
 )
 from ray_trainer.rollouts import Rollouts
-from ray_trainer.run_dir import RunDir, open_run_dir
+from ray_trainer.run_dir import open_run_dir
 from ray_trainer.workers import WorkerGroup
 
 Metrics = dict[str, float]

@@ -82,7 +82,8 @@ def validate_config(config: RunConfig) -> list[str]:
     return [
         f"would train {pipeline} at {r.pipeline.height}x{r.pipeline.width} with loss {a.diffusion_loss.loss_mode}, "
         f"LoRA rank {config.model.lora_rank}, reward {config.reward.name}",
-        f"{t.total_steps} steps of {d.prompts_per_step} prompts x {r.n} samples = {samples} samples, {updates_per_step(config)} update(s) each",
+        f"{t.total_steps} steps of {d.prompts_per_step} prompts x {r.n} samples = {samples} samples, "
+        f"{updates_per_step(config)} update(s) each",
         f"validation on {held_out} prompts x {r.val_kwargs.n} samples of {d.val_file}",
         f"run folder {t.run_dir}",
     ]

@@ -231,7 +231,7 @@ class WorkerGroup:
         use_gpu = device != "cpu" and gpus >= self.size
         actor = ray.remote(ActorRolloutRefWorker)
         options = {"num_gpus": 1 if use_gpu else 0, "num_cpus": 0.5}
-        self.actors = [
+        self.actors: list[Any] = [
             actor.options(**options).remote(config, engine=engine, rank=rank, world_size=self.size)
             for rank in range(self.size)
         ]
@@ -245,7 +245,7 @@ class WorkerGroup:
         """Split the rows over the workers, call, and put the answers together again."""
         parts = split_rows(batch, self.size)
         answers = self._ray.get([getattr(a, method).remote(part) for a, part in zip(self.actors, parts, strict=True)])
-        return torch.cat(answers) if len(answers) > 1 else answers[0]
+        return TensorDict.cat(answers)
 
     def update_actor(self, batch: TensorDict, step: int) -> dict[str, float]:
         """Optimizer steps on every worker with its share of the rows."""
