@@ -211,6 +211,10 @@ class RewardLoopManager:
         try:
             reference = slot.actor.score.remote(samples)
             results = await asyncio.wait_for(asyncio.wrap_future(reference.future()), self.timeout_s)
+        except asyncio.CancelledError:
+            for job in jobs:
+                self._finish(job, _shut_down())
+            raise
         except TimeoutError:
             error: RewardError = RewardTimeoutError(f"the reward gave no answer in {self.timeout_s} s.")
             self._replace(slot, replaced)
@@ -263,9 +267,7 @@ class RewardLoopManager:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         while self._queue:
-            self._finish(
-                self._queue.popleft(), RewardResult.failed("RewardError: the RewardLoopManager was shut down.")
-            )
+            self._finish(self._queue.popleft(), _shut_down())
 
     def _apply_policy(self, sample: RewardSample, result: RewardResult) -> RewardResult:
         if result.error is None or self.policy == "skip":
@@ -304,6 +306,10 @@ class RewardLoopWorker:
         import os
 
         return os.getpid()
+
+
+def _shut_down() -> RewardResult:
+    return RewardResult.failed(RewardError("the RewardLoopManager was shut down before this sample was scored."))
 
 
 def _last_line(error: BaseException) -> str:

@@ -20,7 +20,7 @@ def quality_components(image: np.ndarray) -> dict[str, float]:
     contrast   standard deviation of the luma, in grey levels
     blank      1.0 when contrast is below 2 grey levels, else 0.0
     """
-    r, g, b = image.astype(np.float32)
+    r, g, b = np.ascontiguousarray(image, dtype=np.float32)  # memory order would change the sums' last bits
     luma = 0.299 * r + 0.587 * g + 0.114 * b
     contrast = float(luma.std(dtype=np.float64))
     sharpness = 0.0
