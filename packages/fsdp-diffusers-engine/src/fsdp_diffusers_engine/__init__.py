@@ -12,6 +12,7 @@ from .config import (
     CheckpointConfig,
     DiffusionActorConfig,
     DiffusionModelConfig,
+    ForwardProcessConfig,
     FSDPDiffusionActorConfig,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
@@ -22,9 +23,11 @@ from .errors import CheckpointError, EngineError, EngineStateError, RankError
 
 if TYPE_CHECKING:
     from .engine import DiffusersFSDPEngine
+    from .forward_process import ForwardProcessDiffusersFSDPEngine
+    from .loop import gather_outputs
     from .losses import DiffusionLoss
     from .padding import embeds_no_padding_2_padding, embeds_padding_2_no_padding
-    from .ppo import PPODiffusersFSDPEngine, gather_outputs
+    from .ppo import PPODiffusersFSDPEngine
 
 _HOMES = {
     "DiffusersFSDPEngine": "engine",
@@ -32,7 +35,8 @@ _HOMES = {
     "PPODiffusersFSDPEngine": "ppo",
     "embeds_no_padding_2_padding": "padding",
     "embeds_padding_2_no_padding": "padding",
-    "gather_outputs": "ppo",
+    "ForwardProcessDiffusersFSDPEngine": "forward_process",
+    "gather_outputs": "loop",
 }
 
 __all__ = [
@@ -47,6 +51,8 @@ __all__ = [
     "FSDPDiffusionActorConfig",
     "FSDPEngineConfig",
     "FSDPOptimizerConfig",
+    "ForwardProcessConfig",
+    "ForwardProcessDiffusersFSDPEngine",
     "LoRAOptions",
     "MixedPrecisionConfig",
     "PPODiffusersFSDPEngine",

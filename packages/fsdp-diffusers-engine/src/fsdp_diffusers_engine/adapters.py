@@ -87,12 +87,13 @@ def inject_adapters(module: nn.Module, config: DiffusionModelConfig, spec: Model
             f"lora_init_weights={config.lora_init_weights!r} is not one of {_LORA_INITS}; choose one of them"
         )
     exclude = config.exclude_modules
+    targets = resolve_targets(module, config, spec)  # before the first adapter hides the names
     for name in names:
         lora = LoraConfig(
             r=config.lora_rank,
             lora_alpha=config.lora_alpha,
             init_lora_weights="gaussian" if config.lora_init_weights == "gaussian" else True,
-            target_modules=resolve_targets(module, config, spec),
+            target_modules=targets,
             exclude_modules=exclude if exclude is None or isinstance(exclude, str) else list(exclude),
         )
         module.add_adapter(lora, adapter_name=name)  # type: ignore[operator]

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
+PROMPTS = tuple(
+    f"{prefix}{key}"
+    for prefix in ("", "negative_")
+    for key in ("prompt_embeds", "prompt_embeds_mask", "pooled_prompt_embeds")
+)
+"""Keys of the prompts' tensors."""
+
+
 @dataclass(frozen=True)
 class SamplingMeta:
     """How the samples of a batch were made; the trainer's forward repeats it."""

@@ -2,7 +2,7 @@
 
 A folder holds ``weights/*.safetensors`` (every rank writes its own shards through ``torch.distributed.checkpoint``),
 ``rng/`` (one file per rank), ``engine.json`` (counters, schedule, what is inside) and, when asked for, ``lora/`` or
-``transformer/`` that other tools load. It is written beside its place and renamed when everything is on disk. There is no
+``hf_model/`` that other tools load. It is written beside its place and renamed when everything is on disk. There is no
 pickle in it: safetensors and JSON only.
 """
 
@@ -65,7 +65,7 @@ def save(engine: DiffusersFSDPEngine, path: Path, global_step: int, keep: int | 
     if "lora" in contents and engine.lora:
         weights.export_lora(engine, temporary / "lora")
     if "hf_model" in contents:
-        weights.export_transformer(engine, temporary / engine.model_config.transformer_subfolder)
+        weights.export_transformer(engine, temporary / "hf_model")
     if first:
         (temporary / _RECORD).write_text(json.dumps(_record(engine, global_step, contents, tensors), indent=1))
     _barrier(engine)
@@ -183,7 +183,7 @@ def _record(
         "global_step": global_step,
         "contents": sorted(contents),
         "world_size": engine.layout.world_size,
-        "architecture": type(engine.module).__name__,
+        "architecture": engine.spec.transformer_class,
         "lora": {"rank": engine.model_config.lora_rank, "alpha": engine.model_config.lora_alpha},
         "optimizer_steps": engine.optimizer_steps,
         "skipped_steps": engine.skipped_steps,
@@ -209,9 +209,9 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 def _check_fit(engine: DiffusersFSDPEngine, path: Path, record: Mapping[str, Any]) -> None:
     here = {"rank": engine.model_config.lora_rank, "alpha": engine.model_config.lora_alpha}
-    if record["architecture"] != type(engine.module).__name__:
+    if record["architecture"] != engine.spec.transformer_class:
         raise CheckpointError(
-            f"{str(path)!r} is of a {record['architecture']}, the engine has a {type(engine.module).__name__}; "
+            f"{str(path)!r} is of a {record['architecture']}, the engine has a {engine.spec.transformer_class}; "
             f"load it with the model it was trained from"
         )
     if record["lora"] != here:

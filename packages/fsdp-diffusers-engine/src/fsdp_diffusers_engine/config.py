@@ -31,8 +31,9 @@ class DiffusionModelConfig:
     """Folder of a diffusers pipeline (with ``model_index.json``)."""
     architecture: str | None = None
     """Name known to ``model_specs.get_spec``; None reads it from ``model_index.json``."""
-    transformer_subfolder: str = "transformer"
-    """Folder of the transformer inside ``path``: ``transformer_2`` trains Wan's low-noise expert alone."""
+    transformer_subfolder: str | None = None
+    """Train the transformer in this folder of ``path`` alone (``transformer_2``: Wan's low-noise expert); None trains
+    what the pipeline samples with, both experts of Wan2.2's A14B included."""
     transformer_config: dict[str, Any] | None = None
     """Builds the transformer from this config with seeded random weights and reads none from ``path``: benchmarks."""
     enable_gradient_checkpointing: bool = True
@@ -151,6 +152,29 @@ class CheckpointConfig:
 
 
 @dataclass
+class ForwardProcessConfig:
+    """Where a forward-process loss (NFT, DPO, AWM) looks at a clean latent."""
+
+    levels: str = "schedule"
+    """Noise levels: ``schedule`` (the sampler's own sigmas, a new random choice per sample), ``uniform``, or
+    ``logit_normal``."""
+    num_levels: int = 0
+    """Levels per sample in one update; 0 takes all that ``schedule_fraction`` allows (one for the other kinds)."""
+    schedule_fraction: float = 0.99
+    """Share of the schedule that one update uses; DiffusionNFT drops one random level of ten by 0.99."""
+    logit_mean: float = 0.0
+    """Mean of the logit of ``logit_normal`` levels."""
+    logit_std: float = 1.0
+    """Their standard deviation."""
+    shift: float = 1.0
+    """Shift of ``uniform`` and ``logit_normal`` levels, ``s t / (1 + (s - 1) t)``; SD3's schedule has 3."""
+    min_sigma: float = 1e-3
+    """Smallest of those levels."""
+    reference_state: str = "reference"
+    """Policy state of the reference: ``reference`` (adapters off) or a lagged copy such as ``old``."""
+
+
+@dataclass
 class DiffusionActorConfig:
     """One update of a policy: batch sizes, epochs, loss, optimizer. Read by :class:`TrainingWorker`."""
 
@@ -170,6 +194,8 @@ class DiffusionActorConfig:
     """Seed of that order, together with the training step and the epoch."""
     diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
     """The loss; its ``loss_mode`` also picks the engine (policy gradient or forward process)."""
+    forward_process: ForwardProcessConfig = field(default_factory=ForwardProcessConfig)
+    """Noise levels of a forward-process loss; policy gradients do not read it."""
     optim: FSDPOptimizerConfig = field(default_factory=FSDPOptimizerConfig)
     """Optimizer."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

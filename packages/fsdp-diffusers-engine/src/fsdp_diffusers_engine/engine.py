@@ -18,15 +18,16 @@ import torch
 from lora_sync.adapters import LoRAAdapterMixin
 from torch import Tensor, nn
 
-from . import adapters, checkpoint, loading, offload, optim, sharding, weights
+from . import adapters, checkpoint, loading, loop, offload, optim, sharding, weights
 from .batch import SamplingMeta
-from .config import CheckpointConfig, DiffusionModelConfig, FSDPEngineConfig, FSDPOptimizerConfig
+from .config import MISSING, CheckpointConfig, DiffusionModelConfig, FSDPEngineConfig, FSDPOptimizerConfig
 from .errors import EngineError, EngineStateError
 from .failures import shared_failure
 from .precision import dtype_of, keep_adapters_in
 from .states import WeightStates
 
 if TYPE_CHECKING:
+    from diffusion_losses.config import DiffusionLossConfig
     from model_specs import ModelSpec, PromptEmbeds
     from tensordict import TensorDict
 
@@ -189,17 +190,30 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, ABC):
 
     # ------------------------------------------------------------------ forward and backward
 
-    @abstractmethod
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> list[dict[str, Any]]:
-        """Run forward (and backward) over a batch in micro-batches; gradients add up until the optimizer step."""
+        """Forward and backward over a batch in micro-batches; gradients add up until the optimizer step.
+
+        Returns one dict per micro-batch and step, the loss's metrics; with ``forward_only`` one dict per micro-batch,
+        the scores [b, W, …] (:func:`gather_outputs` joins them), and ``loss_function`` may be None. Ranks may hold
+        different numbers of samples.
+        """
+        self._need("forward_backward_batch")
+        with shared_failure("forward_backward_batch"):
+            return loop.run_batch(self, data, loss_function, forward_only)
+
+    @abstractmethod
+    def prepare_batch(
+        self, data: TensorDict, config: DiffusionLossConfig | None, training: bool
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Check a batch and cut it: (micro-batches, number of steps that each is forwarded for)."""
 
     @abstractmethod
     def forward_step(
         self, micro_batch: Mapping[str, Any], loss_function: LossFunction | None, forward_only: bool, step: int
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """One forward and its loss: (loss to differentiate, what is reported)."""
+        """One forward and its loss: (loss to differentiate or None, metrics or scores)."""
 
     def forward_backward(self, data: TensorDict, loss_function: LossFunction) -> list[dict[str, Any]]:
         """Short form of :meth:`forward_backward_batch` in training mode."""
@@ -321,12 +335,13 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, ABC):
 def _spec_of(config: DiffusionModelConfig) -> ModelSpec:
     from model_specs import get_spec, get_spec_for
 
+    random_weights = config.transformer_config is not None and config.architecture is not None
+    if not random_weights and config.path in ("", MISSING, None):
+        raise EngineError("model.path is not set; give the folder of a diffusers pipeline (it holds model_index.json)")
     try:
-        if config.architecture is None:
-            loading.transformer_folder(config)
-            return get_spec_for(config.path)
-        return get_spec(config.architecture)
-    except EngineError:
-        raise
+        if config.architecture is not None:
+            known = get_spec(config.architecture)
+            return known if random_weights else type(known)(config.path)
+        return get_spec_for(config.path)
     except ValueError as error:
         raise EngineError(f"model.architecture={config.architecture!r}, path={config.path!r}: {error}") from error

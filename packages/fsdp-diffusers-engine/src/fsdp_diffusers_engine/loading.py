@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .adapters import draw_initial
-from .config import MISSING, DiffusionModelConfig
+from .config import DiffusionModelConfig
 from .errors import EngineError, nearest
 
 if TYPE_CHECKING:
@@ -40,6 +40,12 @@ class SafetensorsSource:
     """A diffusers folder with one safetensors file, or several and an index. Files are opened once and read by slice."""
 
     def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            parts = sorted(p.name for p in folder.parent.iterdir() if p.is_dir()) if folder.parent.is_dir() else []
+            raise EngineError(
+                f"there is no folder {str(folder)!r}; "
+                + (f"beside it are {parts}" if parts else "give the folder of a diffusers pipeline as model.path")
+            )
         self.folder = folder
         self._open: dict[str, Any] = {}
         if (folder / _INDEX).is_file():
@@ -79,6 +85,18 @@ class SafetensorsSource:
         return view[index] if shape else self._open[file].get_tensor(name)
 
 
+class FolderSource:
+    """Several folders, each for the parameters whose names begin with its prefix (Wan keeps two experts in two)."""
+
+    def __init__(self, folders: Mapping[str, Path]) -> None:
+        self.sources = {prefix: SafetensorsSource(folder) for prefix, folder in folders.items()}
+
+    def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
+        """See :class:`WeightSource`."""
+        prefix = max((p for p in self.sources if name.startswith(p)), key=len)
+        return self.sources[prefix].read(name.removeprefix(prefix), shape, index)
+
+
 class RandomSource:
     """Random weights of a sane size for a model without a checkpoint, each tensor from (seed, its name)."""
 
@@ -95,44 +113,38 @@ class RandomSource:
         return torch.randn(*shape, generator=generator)[index] * 0.02
 
 
-def transformer_folder(config: DiffusionModelConfig) -> Path:
-    """``path/transformer_subfolder``, checked."""
-    if config.path in (None, "", MISSING):
-        raise EngineError("model.path is not set; give the folder of a diffusers pipeline (it holds model_index.json)")
-    folder = Path(config.path) / config.transformer_subfolder
-    if not folder.is_dir():
-        parts = sorted(p.name for p in Path(config.path).iterdir() if p.is_dir()) if Path(config.path).is_dir() else []
-        raise EngineError(
-            f"model.path={config.path!r} has no folder {config.transformer_subfolder!r}"
-            + (f"; its folders are {parts}" if parts else "; the path does not exist or is empty")
-        )
-    return folder
-
-
 def build(
     spec: ModelSpec, config: DiffusionModelConfig, dtype: torch.dtype, device: torch.device, *, meta: bool
 ) -> tuple[nn.Module, WeightSource | None]:
     """The transformer without adapters.
 
-    Returns the module and, when it still lies on the meta device, the source of its weights; then
-    :func:`materialise` has to follow once adapters are in and the module is sharded.
+    Returns the module and, when it still lies on the meta device, the source of its weights; then :func:`materialise`
+    has to follow once adapters are in and the module is sharded.
     """
     import diffusers
 
     transformer_class = getattr(diffusers, spec.transformer_class)
     if config.transformer_config is not None:
         return _on_meta(transformer_class, dict(config.transformer_config), dtype), RandomSource(config.lora_seed)
-    folder = transformer_folder(config)
-    if meta:
-        raw = {k: v for k, v in json.loads((folder / "config.json").read_text()).items() if not k.startswith("_")}
-        return _on_meta(transformer_class, raw, dtype), SafetensorsSource(folder)
-    if (folder / _INDEX).is_file():
-        SafetensorsSource(folder)  # its check names the missing shard
+    alone = None if config.transformer_subfolder is None else Path(config.path) / config.transformer_subfolder
     try:
-        module = transformer_class.from_pretrained(folder, torch_dtype=dtype)
+        folders = {"": alone} if alone is not None else spec.transformer_folders(config.path)
+        files = FolderSource(folders)
+        if not meta:
+            module: Any = (
+                spec.load_transformer(config.path, dtype, device)
+                if alone is None
+                else transformer_class.from_pretrained(alone, torch_dtype=dtype).to(device)
+            )
+            return module, None
+        if alone is None:
+            return spec.empty_transformer(config.path, dtype), files
+        raw = {k: v for k, v in json.loads((alone / "config.json").read_text()).items() if not k.startswith("_")}
+        return _on_meta(transformer_class, raw, dtype), files
+    except EngineError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
-        raise EngineError(f"cannot load {spec.transformer_class} from {str(folder)!r}: {error}") from error
-    return module.to(device), None
+        raise EngineError(f"cannot load {spec.transformer_class} from {config.path!r}: {error}") from error
 
 
 def _on_meta(transformer_class: Any, raw: dict[str, Any], dtype: torch.dtype) -> nn.Module:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from diffusion_losses.config import DiffusionLossConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class DiffusionLoss:
@@ -41,3 +45,16 @@ def config_of(loss_function: Any) -> DiffusionLossConfig | None:
 def joins_steps(config: DiffusionLossConfig | None) -> bool:
     """Whether the loss looks at a trajectory's steps together, so that they must be in one graph."""
     return config is not None and config.needs_trajectory
+
+
+def add_noise_scale_weights(tensors: dict[str, Tensor], data: Mapping[str, Any], device: torch.device) -> None:
+    """Put ``step_weights`` [B, W] for ``step_weighting="noise_scale"`` into a batch: they are normalised over the whole
+    window, which a loss that sees one step at a time cannot do. Reads the transitions' ``std`` [B, W]."""
+    from diffusion_losses import noise_scale_weights
+
+    from . import batch
+
+    if "step_weights" not in tensors:
+        std = batch.tensor(data, "std", "the rollout writes it, and step_weighting='noise_scale' reads it").to(device)
+        mask = tensors.get("mask", torch.ones_like(std, dtype=torch.bool))
+        tensors["step_weights"] = noise_scale_weights(std, mask)

@@ -2,10 +2,10 @@
 
 B samples, W trained steps, K sampler steps, S prompt tokens, C channels, ``…`` the latent's own shape.
 
-A rollout stored, for each trained step, the latent before and after it. The policy's log-probability of that transition
-is the density of the stored next latent under the transition that the present weights give: one forward of the transformer
-and ``sde_samplers.sde_step``, the same two calls that the rollout made, so that with unchanged weights the log-ratio is
-zero up to the rounding of one forward.
+A rollout stored, for each trained step, the latent before and after it. The policy's log-probability of that
+transition is the density of the stored next latent under the transition that the present weights give: one forward of
+the transformer and ``sde_samplers.sde_step``, the same two calls that the rollout made, so that with unchanged weights
+the log-ratio is zero up to the rounding of one forward.
 """
 
 from __future__ import annotations
@@ -17,23 +17,18 @@ import torch
 from sde_samplers import sde_step
 from torch import Tensor
 
-from . import batch, losses, sharding
+from . import batch, loop, losses
 from .batch import SamplingMeta
 from .engine import DiffusersFSDPEngine
 from .errors import EngineError
-from .failures import shared_failure
 
 if TYPE_CHECKING:
+    from diffusion_losses.config import DiffusionLossConfig
     from tensordict import TensorDict
 
     from .engine import LossFunction
 
 _TRAJECTORY = ("latents", "next_latents", "step_index", "sigmas")
-_PROMPTS = tuple(
-    f"{prefix}{key}"
-    for prefix in ("", "negative_")
-    for key in ("prompt_embeds", "prompt_embeds_mask", "pooled_prompt_embeds")
-)
 _PER_STEP = (
     "old_log_probs",
     "old_means",
@@ -50,52 +45,20 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
     """Engine for losses on the log-probability of sampled transitions.
 
     Batch: ``latents``, ``next_latents`` [B, W, …] fp32, ``step_index`` [B, W], ``sigmas`` [B, K+1] or [K+1] fp32,
-    ``prompt_embeds`` [B, S, C] with ``prompt_embeds_mask`` [B, S] (or jagged), ``negative_prompt_embeds`` with mask when
-    ``true_cfg_scale`` asks for them, ``pooled_prompt_embeds`` where the model takes them. For training: ``advantages``
-    [B] or [B, W], ``old_log_probs`` [B, W] (the rollout's own when absent), and what the loss needs of ``old_means``,
-    ``ref_means`` [B, W, …], ``step_weights`` [B, W], ``mask`` [B] or [B, W] (which elements count). Non-tensor data:
-    ``micro_batch_size``, and the fields of :class:`~.batch.SamplingMeta`; optionally ``global_count``, the number of
-    counted (sample, step) elements of the whole mini-batch over all ranks.
+    ``prompt_embeds`` [B, S, C] with ``prompt_embeds_mask`` [B, S] (or jagged), ``negative_prompt_embeds`` with mask
+    when ``true_cfg_scale`` asks for them, ``pooled_prompt_embeds`` where the model takes them. For training:
+    ``advantages`` [B] or [B, W], ``old_log_probs`` [B, W] (the rollout's own when absent), and what the loss needs of
+    ``old_means``, ``ref_means`` [B, W, …], ``step_weights`` [B, W], ``mask`` [B] or [B, W] (which elements count).
+    Non-tensor data: ``micro_batch_size``, and the fields of :class:`~.batch.SamplingMeta`; optionally
+    ``global_count``, the number of counted (sample, step) elements of the whole mini-batch over all ranks.
+
+    A forward-only pass returns ``log_probs``, ``std`` [b, W] and ``means`` [b, W, …] per micro-batch.
     """
 
-    def forward_backward_batch(
-        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
-    ) -> list[dict[str, Any]]:
-        """Micro-batches over (sample, trained step): each is one forward, and one backward unless ``forward_only``.
-
-        Returns one dict per micro-batch: metrics of the loss when training, ``log_probs``, ``std`` [b, W] and ``means``
-        [b, W, …] when ``forward_only`` (:func:`gather_outputs` joins them; then ``loss_function`` may be None).
-        Ranks may hold different numbers of samples: one that runs out joins the others' collectives with zero loss.
-        """
-        self._need("forward_backward_batch")
-        with shared_failure("forward_backward_batch"):
-            meta, micros, steps = self.prepare_batch(data, training=not forward_only)
-            if not forward_only and loss_function is None:
-                raise EngineError("loss_function is None; give one, or pass forward_only=True for log-probs alone")
-            rounds = int(sharding.all_reduce_number(len(micros), self.layout.dp_group, torch.distributed.ReduceOp.MAX))
-            joint = 1 if losses.joins_steps(losses.config_of(loss_function)) else steps
-            outputs = []
-            for number in range(rounds):
-                idle = number >= len(micros)
-                micro = {**micros[min(number, len(micros) - 1)], "meta": meta, "idle": idle}
-                parts = []
-                for step in range(joint):
-                    last = number == rounds - 1 and step == joint - 1
-                    with torch.set_grad_enabled(not forward_only):
-                        loss, part = self.forward_step(
-                            micro, loss_function, forward_only, step if joint == steps else -1
-                        )
-                    if loss is not None:
-                        self.backward(loss, last)
-                    parts.append(part)
-                if not idle:
-                    outputs += [_stack(parts)] if forward_only else parts
-            if forward_only:
-                sharding.free_gathered(self.module)
-            return outputs
-
-    def prepare_batch(self, data: TensorDict, training: bool) -> tuple[SamplingMeta, list[dict[str, Tensor]], int]:
-        """Check the batch, take what is needed of it, and cut it: (settings, micro-batches, number of trained steps)."""
+    def prepare_batch(
+        self, data: TensorDict, config: DiffusionLossConfig | None, training: bool
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Check the batch, take what is needed of it, and cut it: (micro-batches, number of trained steps)."""
         meta = batch.sampling_meta(data)
         for key in _TRAJECTORY:
             batch.tensor(data, key, "the rollout writes it; ask it for trajectories (return_trajectory=True)")
@@ -103,7 +66,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             batch.require_fp32(data[key], key)
         if training:
             batch.tensor(data, "advantages", "compute advantages before the update")
-        keys = (*_TRAJECTORY, *_PROMPTS, *((*_PER_STEP, *_PER_SAMPLE_OR_STEP) if training else ()))
+        keys = (*_TRAJECTORY, *batch.PROMPTS, *((*_PER_STEP, *_PER_SAMPLE_OR_STEP) if training else ()))
         tensors = batch.select(data, keys, self.device)
         # The schedule stays on the CPU: its numbers are read there, and reading them from a GPU would wait for it.
         tensors |= {key: data[key].cpu() for key in ("step_index", "sigmas")}
@@ -111,32 +74,25 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         if tensors["sigmas"].ndim == 1:
             tensors["sigmas"] = tensors["sigmas"].expand(count, -1)
         for key, value in tensors.items():
-            per_step = key in ("next_latents", "step_index", *_PER_STEP)
+            per_step = key in ("next_latents", "step_index", *_PER_STEP, *_PER_SAMPLE_OR_STEP)
             if key in _PER_SAMPLE_OR_STEP and value.ndim == 1:
                 tensors[key] = value[:, None].expand(count, steps)
-            elif (per_step or key in _PER_SAMPLE_OR_STEP) and value.shape[:2] != (count, steps):
-                raise EngineError(f"{key!r} is {list(value.shape)}; with latents {list(tensors['latents'].shape)} it must "
-                                  f"begin with [{count}, {steps}]")  # fmt: skip
+            elif per_step and value.shape[:2] != (count, steps):
+                raise EngineError(
+                    f"{key!r} is {list(value.shape)}; with latents {list(tensors['latents'].shape)} it must begin "
+                    f"with [{count}, {steps}]"
+                )
         if training and "old_log_probs" not in tensors:
-            tensors["old_log_probs"] = batch.tensor(
-                tensors, "rollout_log_probs", "give old_log_probs, or the rollout's own under that name"
-            )
-        size = int(batch.plain(data, "micro_batch_size", count))
-        if size < 1:
-            raise EngineError(f"micro_batch_size={size!r} must be at least 1")
-        micros: list[dict[str, Any]] = list(batch.micro_batches(tensors, size))
-        if training:
-            total = batch.plain(data, "global_count")
-            if total is None:
-                counted = float(tensors["mask"].sum()) if "mask" in tensors else float(count * steps)
-                total = sharding.all_reduce_number(counted, self.layout.dp_group)
-            for micro in micros:
-                micro["global_count"] = int(total)
-        return meta, micros, steps
+            remedy = "give old_log_probs, or the rollout's own under that name"
+            tensors["old_log_probs"] = batch.tensor(tensors, "rollout_log_probs", remedy)
+        if config is not None and config.resolved_step_weighting == "noise_scale" and not config.needs_trajectory:
+            losses.add_noise_scale_weights(tensors, data, self.device)
+        counted = float(tensors["mask"].sum()) if "mask" in tensors else float(count * steps)
+        return [{**micro, "meta": meta} for micro in loop.cut(self, data, tensors, counted)], steps
 
     def prepare_model_inputs(self, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """Inputs of trained step ``step``: latents [b, …], prompts, sigma [b], and the transition's three sigmas, which
-        are plain numbers where all samples share them (then the arithmetic is the rollout's own, to the bit)."""
+        """Inputs of trained step ``step``: latents [b, …], prompts, sigma [b], and the transition's three sigmas,
+        which are plain numbers where all samples share them (then the arithmetic is the rollout's own, to the bit)."""
         rows = torch.arange(len(micro_batch["step_index"]))
         index = micro_batch["step_index"][:, step]
         sigmas = micro_batch["sigmas"]
@@ -182,14 +138,13 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
     def forward_step(
         self, micro_batch: Mapping[str, Any], loss_function: LossFunction | None, forward_only: bool, step: int
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Replay trained step ``step`` of a micro-batch (-1: all of them, for losses on whole trajectories).
+        """Replay trained step ``step`` of a micro-batch (:data:`~.loop.ALL_STEPS`: all of them in one graph).
 
-        The means of the reference policy are computed here, without gradient, when the loss wants them and the batch has
+        The reference policy's transition is computed here, without gradient, when the loss wants it and the batch has
         none: with a LoRA that is one more forward with adapters off, and no second model.
         """
-        steps = range(micro_batch["latents"].shape[1]) if step < 0 else (step,)
         config = losses.config_of(loss_function)
-        reference = (
+        want_reference = (
             not forward_only
             and config is not None
             and config.needs_reference
@@ -197,33 +152,16 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         )
         outputs: list[dict[str, Any]] = []
         rows: list[dict[str, Any]] = []
-        for index in steps:
+        for index in range(micro_batch["latents"].shape[1]) if step == loop.ALL_STEPS else (step,):
             inputs, output = self.replay_step(micro_batch, index)
             row = {key: micro_batch[key][:, index] for key in (*_PER_STEP, *_PER_SAMPLE_OR_STEP) if key in micro_batch}
             row |= {key: inputs[key] for key in ("sigma", "sigma_next", "next_latents")}
-            if reference:
+            if want_reference:
                 with torch.no_grad(), self.disable_adapter():
                     _, base = self.replay_step(micro_batch, index)
                 row |= {"ref_means": base["means"], "ref_velocity": base["velocity"]}
             outputs.append(output)
             rows.append(row)
-        output = outputs[0] if step >= 0 else _stack(outputs)
         if forward_only:
-            return None, {key: output[key] for key in ("log_probs", "means", "std")}
-        if micro_batch["idle"]:
-            return output["log_probs"].sum() * 0.0, {}
-        row = rows[0] if step >= 0 else _stack(rows)
-        row["global_count"] = micro_batch["global_count"]
-        assert loss_function is not None
-        result = loss_function(model_output=output, data=row, dp_group=self.layout.dp_group)
-        return result.loss, dict(result.metrics)
-
-
-def _stack(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Per-step values [b, …] → [b, W, …]."""
-    return {key: torch.stack([part[key] for part in parts], dim=1) for key in parts[0]}
-
-
-def gather_outputs(outputs: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Join what a forward-only pass returned: ``log_probs``, ``std`` [B, W], ``means`` [B, W, …]."""
-    return {key: torch.cat([output[key] for output in outputs]) for key in outputs[0]}
+            return None, {key: outputs[0][key] for key in ("log_probs", "means", "std")}
+        return loop.apply_loss(self, loss_function, outputs, rows, micro_batch, step)

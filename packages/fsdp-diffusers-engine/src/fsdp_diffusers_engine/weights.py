@@ -110,13 +110,31 @@ def export_transformer(engine: DiffusersFSDPEngine, folder: Path, state: str = a
         if engine.layout.rank == 0:
             tensors[name] = value.to("cpu", copy=True).contiguous()
     if engine.layout.rank == 0:
-        import diffusers
+        for part in _parts(engine):
+            mine = {name.removeprefix(part): value for name, value in tensors.items() if name.startswith(part)}
+            target = folder / part.removesuffix(".") if part else folder
+            target.mkdir(parents=True, exist_ok=True)
+            _save_pretrained(engine, engine.module.get_submodule(part.removesuffix(".")), mine, target)
 
-        folder.mkdir(parents=True, exist_ok=True)
-        with torch.device("meta"):
-            empty = getattr(diffusers, engine.spec.transformer_class).from_config(engine.module.config)
-        empty.load_state_dict(tensors, assign=True)
-        empty.save_pretrained(folder, safe_serialization=True)
+
+def _parts(engine: DiffusersFSDPEngine) -> list[str]:
+    """Name prefixes of the transformers inside the module: one empty one, or Wan's two."""
+    if engine.model_config.transformer_config is not None or engine.model_config.transformer_subfolder is not None:
+        return [""]
+    return list(engine.spec.transformer_folders(engine.model_config.path))
+
+
+def _save_pretrained(engine: DiffusersFSDPEngine, part: Any, tensors: dict[str, Tensor], folder: Path) -> None:
+    import diffusers
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        empty = getattr(diffusers, engine.spec.transformer_class).from_config(part.config)
+    empty.load_state_dict(tensors, assign=True, strict=False)
+    left = [name for name, parameter in empty.named_parameters() if parameter.is_meta]
+    if left:
+        raise EngineError(f"the export of {type(part).__name__} lacks {left[0]!r} ({len(left)} tensors); report this")
+    empty.save_pretrained(folder, safe_serialization=True)
 
 
 def warm_start(engine: DiffusersFSDPEngine, path: str) -> None:

@@ -1,0 +1,194 @@
+"""Forward-process engine: noise clean latents and score the velocity (DiffusionNFT, Diffusion-DPO, AWM).
+
+B samples, W noise levels per sample, K sampler steps, ``…`` the latent's own shape.
+
+No trajectory is needed: from the rollout's clean latent x0 the engine makes x_t = (1 - sigma) x0 + sigma e and asks
+the policy for its velocity there; the losses compare it with e - x0. Noise and levels are drawn per row from
+(``noise_seed``, row of the whole batch), so they do not depend on micro-batches, ranks or device; the two rows of a
+preference pair share theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import batch, loop, losses
+from .batch import SamplingMeta
+from .config import CheckpointConfig, DiffusionModelConfig, ForwardProcessConfig, FSDPEngineConfig, FSDPOptimizerConfig
+from .engine import DiffusersFSDPEngine
+from .errors import EngineError, nearest
+
+if TYPE_CHECKING:
+    from diffusion_losses.config import DiffusionLossConfig
+    from tensordict import TensorDict
+
+    from .engine import LossFunction
+
+LEVELS = ("schedule", "uniform", "logit_normal")
+_PER_SAMPLE_OR_STEP = ("advantages", "mask", "rollout_weights")
+
+
+class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
+    """Engine for losses on the velocity at freshly noised latents.
+
+    Batch: ``final_latents`` [B, …] fp32 (clean), prompts as for the policy-gradient engine, ``sigmas`` [B, K+1] or
+    [K+1] for levels from the sampler's schedule. ``advantages`` [B] for NFT and AWM; for DPO the rows come in pairs
+    (winner, loser, winner, loser, …: ``PairOutput.interleaved()``). Optional ``mask`` [B] or [B, W]. Non-tensor data:
+    ``noise_seed`` (different for every call that shall draw anew, equal on all ranks), ``micro_batch_size``,
+    ``height``, ``width`` … as :class:`~.batch.SamplingMeta`, optional ``global_count`` (elements; pairs for DPO).
+
+    The old policy is the state ``old`` when the model has one, else the present weights (then no forward is spent).
+
+    A forward-only pass returns ``error`` [b, W], the mean squared error of the velocity, and ``sigma`` [b, W].
+    """
+
+    def __init__(
+        self,
+        model_config: DiffusionModelConfig,
+        engine_config: FSDPEngineConfig | None = None,
+        optimizer_config: FSDPOptimizerConfig | None = None,
+        checkpoint_config: CheckpointConfig | None = None,
+        forward_config: ForwardProcessConfig | None = None,
+    ) -> None:
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self.forward_config = forward_config or ForwardProcessConfig()
+        if self.forward_config.levels not in LEVELS:
+            near = nearest(self.forward_config.levels, LEVELS, 1)
+            raise EngineError(f"levels={self.forward_config.levels!r} is unknown; use one of {LEVELS} (nearest {near})")
+
+    def prepare_batch(
+        self, data: TensorDict, config: DiffusionLossConfig | None, training: bool
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Check the batch, draw noise and levels, cut: (micro-batches, number of noise levels)."""
+        meta = batch.sampling_meta(data)
+        x0 = batch.tensor(data, "final_latents", "the rollout writes it")
+        batch.require_fp32(x0, "final_latents")
+        pairs = config is not None and config.loss_mode == "dpo"
+        if pairs and (len(x0) % 2 or config.pair_layout != "interleaved"):  # type: ignore[union-attr]
+            raise EngineError(
+                f"a preference batch has {len(x0)} rows in layout {config.pair_layout!r}; "  # type: ignore[union-attr]
+                f"give pairs of rows, interleaved (PairOutput.interleaved())"
+            )
+        if training and not pairs:
+            batch.tensor(data, "advantages", "compute advantages before the update")
+        seed = batch.plain(data, "noise_seed")
+        if seed is None:
+            raise EngineError("the batch has no 'noise_seed'; put a number that changes with every update into it")
+        tensors = batch.select(data, ("final_latents", *batch.PROMPTS, *_PER_SAMPLE_OR_STEP), self.device)
+        noise, sigma = self.draw(int(seed), x0, data["sigmas"] if "sigmas" in data.keys() else None, pairs)  # noqa: SIM118
+        count, steps = sigma.shape
+        tensors |= {"noise": noise.to(self.device), "sigma": sigma.to(self.device)}
+        for key in _PER_SAMPLE_OR_STEP:
+            if key in tensors and tensors[key].ndim == 1:
+                tensors[key] = tensors[key][:, None].expand(count, steps)
+            elif key in tensors and tensors[key].shape[1] != steps:
+                # One value per sample, repeated over the window of a rollout that had one.
+                tensors[key] = tensors[key][:, :1].expand(count, steps)
+        mask = tensors.get("mask")
+        if pairs:
+            counted = count * steps / 2 if mask is None else float((mask[0::2] & mask[1::2]).sum())
+        else:
+            counted = count * steps if mask is None else float(mask.sum())
+        micros = loop.cut(self, data, tensors, counted, unit=2 if pairs else 1)
+        return [{**micro, "meta": meta} for micro in micros], steps
+
+    def draw(self, seed: int, x0: Tensor, sigmas: Tensor | None, pairs: bool) -> tuple[Tensor, Tensor]:
+        """Noise [B, W, …] and levels [B, W] for this rank's rows of the batch, fp32 on the CPU."""
+        from sde_samplers import sample_generator
+
+        config = self.forward_config
+        table = None
+        if config.levels == "schedule":
+            if sigmas is None:
+                raise EngineError("levels='schedule' draws from the sampler's sigmas, and the batch has none; add them")
+            table = (sigmas if sigmas.ndim == 1 else sigmas[0]).cpu()[:-1]  # the last entry is exactly clean
+        first = _first_row(len(x0), self.layout.dp_group)
+        noise, levels = [], []
+        for row in range(first, first + len(x0)):
+            generator = sample_generator(seed, str(row // 2 if pairs else row), 0)
+            drawn = _levels(config, table, generator)
+            levels.append(drawn)
+            noise.append(torch.randn(len(drawn), *x0.shape[1:], generator=generator))
+        return torch.stack(noise), torch.stack(levels)
+
+    def prepare_model_inputs(self, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """Noised latents [b, …] at level ``step`` with their sigma [b], noise, and prompts."""
+        x0, noise, sigma = micro_batch["final_latents"], micro_batch["noise"][:, step], micro_batch["sigma"][:, step]
+        t = sigma.reshape(-1, *(1,) * (x0.ndim - 1))
+        return {
+            "latents": (1.0 - t) * x0 + t * noise,
+            "sigma": sigma,
+            "noise": noise,
+            "x0": x0,
+            "cond": batch.prompts(micro_batch),
+            "negative": batch.prompts(micro_batch, "negative_"),
+        }
+
+    def forward_step(
+        self, micro_batch: Mapping[str, Any], loss_function: LossFunction | None, forward_only: bool, step: int
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """The policy's velocity at one noise level of a micro-batch, with those of the old and reference policy."""
+        config = losses.config_of(loss_function)
+        outputs: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
+        for index in range(micro_batch["sigma"].shape[1]) if step == loop.ALL_STEPS else (step,):
+            inputs = self.prepare_model_inputs(micro_batch, index)
+            velocity = self._velocity(inputs, micro_batch["meta"])
+            if forward_only:
+                target = inputs["noise"] - inputs["x0"]
+                error = (velocity - target).square().flatten(1).mean(1)
+                return None, {"error": error, "sigma": inputs["sigma"]}
+            row = {key: micro_batch[key][:, index] for key in _PER_SAMPLE_OR_STEP if key in micro_batch}
+            row |= {"x0": inputs["x0"], "noise": inputs["noise"], "x_t": inputs["latents"], "sigma": inputs["sigma"]}
+            if config is not None and config.needs_old_velocity:
+                row["old_velocity"] = velocity.detach()
+                if "old" in self.model_config.policy_state_adapters:
+                    row["old_velocity"] = self._velocity_of("old", inputs, micro_batch["meta"])
+            if config is not None and config.needs_reference:
+                state = self.forward_config.reference_state
+                shared = state == "old" and "old_velocity" in row
+                row["ref_velocity"] = (
+                    row["old_velocity"] if shared else self._velocity_of(state, inputs, micro_batch["meta"])
+                )
+            outputs.append({"velocity": velocity})
+            rows.append(row)
+        return loop.apply_loss(self, loss_function, outputs, rows, micro_batch, step)
+
+    def _velocity(self, inputs: Mapping[str, Any], meta: SamplingMeta) -> Tensor:
+        return self.velocity(inputs["latents"], inputs["sigma"], inputs["cond"], inputs["negative"], meta)
+
+    def _velocity_of(self, state: str, inputs: Mapping[str, Any], meta: SamplingMeta) -> Tensor:
+        with torch.no_grad(), self.use_adapter(state) if state != "default" else nullcontext():
+            return self._velocity(inputs, meta)
+
+
+def _levels(config: ForwardProcessConfig, table: Tensor | None, generator: torch.Generator) -> Tensor:
+    """[W] noise levels of one row."""
+    if table is not None:
+        # A random choice without repetition, new for every row: it drops a random level, not the last one.
+        most = max(1, int(len(table) * config.schedule_fraction))
+        wanted = min(config.num_levels, most) if config.num_levels > 0 else most
+        return table[torch.randperm(len(table), generator=generator)[:wanted]]
+    wanted = max(config.num_levels, 1)
+    if config.levels == "uniform":
+        t = torch.rand(wanted, generator=generator)
+    else:
+        t = torch.sigmoid(config.logit_mean + config.logit_std * torch.randn(wanted, generator=generator))
+    t = config.shift * t / (1.0 + (config.shift - 1.0) * t)
+    return t.clamp(config.min_sigma, 1.0)
+
+
+def _first_row(count: int, group: dist.ProcessGroup | None) -> int:
+    """Position of this rank's first row in the batch over all ranks."""
+    if group is None:
+        return 0
+    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(counts, torch.tensor([count], device=device), group=group)
+    return int(counts[: dist.get_rank(group)].sum())
