@@ -55,7 +55,11 @@ def ray_session(config: RayConfig) -> Iterator[None]:
         yield
         return
     address = config.address or os.environ.get("RAY_ADDRESS", "")
-    env: dict[str, Any] = {"runtime_env": {"env_vars": dict(ENVIRONMENT)}, "log_to_driver": False, "logging_level": "ERROR"}
+    env: dict[str, Any] = {
+        "runtime_env": {"env_vars": dict(ENVIRONMENT)},
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+    }
     if address:
         try:
             ray.init(address=address, **env)

@@ -218,6 +218,6 @@ def to_yaml(config: RunConfig) -> str:
     """The resolved config as YAML, in schema order."""
     from omegaconf import OmegaConf
 
-    node = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
+    node: Any = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
     del node["actor"]["model_config"]  # the same as "model"
     return OmegaConf.to_yaml(node)

@@ -21,7 +21,7 @@ from ray_trainer.config import RunConfig
 from ray_trainer.prompts import Prompt
 
 if TYPE_CHECKING:
-    from ray_trainer.workers import WorkerGroup
+    from ray_trainer.group import WorkerGroup
 
 
 class Rollouts:

@@ -20,6 +20,7 @@ from ray_trainer import checkpoint, schema
 from ray_trainer.config import RunConfig, to_yaml
 from ray_trainer.errors import Interrupted, TrainingFailed
 from ray_trainer.failure import record_failure
+from ray_trainer.group import WorkerGroup
 from ray_trainer.interrupt import StopRequest
 from ray_trainer.prompts import Prompt, PromptSampler, load_prompts
 from ray_trainer.report import (
@@ -33,7 +34,6 @@ from ray_trainer.report import (
 )
 from ray_trainer.rollouts import Rollouts
 from ray_trainer.run_dir import open_run_dir
-from ray_trainer.workers import WorkerGroup
 
 Metrics = dict[str, float]
 

@@ -76,6 +76,11 @@ def validate_config(config: RunConfig) -> list[str]:
         _require(value >= 1, f"{key}={value} must be at least 1")
     for key, value in (("trainer.val_every", t.val_every), ("trainer.save_every", t.save_every)):
         _require(value >= 0, f"{key}={value} must be 0 (never, but for the end) or a number of steps")
+    for key, value in (
+        ("data.prompts_per_step x rollout.n", d.prompts_per_step * r.n),
+        ("actor.ppo_mini_batch_size", a.ppo_mini_batch_size),
+    ):
+        _require(value % t.num_workers == 0, f"{key} = {value} must divide by trainer.num_workers={t.num_workers}")
     check_run_dir(t.run_dir, t.on_existing)
     samples = d.prompts_per_step * r.n
     held_out = min(len(val), d.val_max_prompts)

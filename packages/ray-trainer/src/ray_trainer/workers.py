@@ -1,26 +1,25 @@
-"""The hybrid worker: one engine that trains, one backend that samples, the same weights; and the group of them.
+"""The hybrid worker: one engine that trains, one backend that samples, the same weights.
 
-`ActorRolloutRefWorker` is a plain class, so that it can be used without Ray; `WorkerGroup` makes Ray actors of it, one per
-training process, and speaks to all of them at once.
+A plain class, so that it can be used without Ray; `group.WorkerGroup` makes a Ray actor of it for each training process.
 """
 
 from __future__ import annotations
 
+import datetime
 import resource
+import socket
 from collections.abc import Sequence
 from dataclasses import asdict
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fsdp_diffusers_engine import DiffusionLoss, PPODiffusersFSDPEngine, gather_outputs
 from omni_rollout.types import DiffusionOutput, GenerationRequest
 from tensordict import TensorDict
 
 from ray_trainer.cluster import available_cpus
-from ray_trainer.config import DiffusionLossConfig, RunConfig
-from ray_trainer.minibatch import mini_batches, split_rows
+from ray_trainer.config import RunConfig
 from ray_trainer.prompts import resolve
+from ray_trainer.update import MetricLog, UpdateLoss, mini_batches
 
 if TYPE_CHECKING:
     from lora_sync import LoRAPayload
@@ -46,14 +45,36 @@ class ActorRolloutRefWorker:
         world_size: int = 1,
     ):
         self.config, self.role, self.rank, self.world_size = config, role, rank, world_size
+        self._engine_kind = engine
+        self.version = -1
         torch.set_num_threads(config.ray.worker_threads or max(available_cpus() // world_size, 1))
+
+    def meeting_point(self) -> str:
+        """Address of this machine with a free port, where the processes of a group find each other."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return f"tcp://{socket.gethostbyname(socket.gethostname())}:{port}"
+
+    def init_model(self, meeting_point: str = "") -> None:
+        """Join the process group when there are several processes, and build engine and backend."""
+        from fsdp_diffusers_engine import PPODiffusersFSDPEngine
+
+        config = self.config
         config.model.path = resolve("models", config.model.path)
-        actor = config.actor
-        kind = {"ppo": PPODiffusersFSDPEngine}[engine]
-        self.engine = kind(config.model, actor.fsdp_config, actor.optim, actor.checkpoint)
+        settings = config.actor.fsdp_config
+        if self.world_size > 1:
+            torch.distributed.init_process_group(
+                "nccl" if torch.cuda.is_available() and settings.device != "cpu" else "gloo",
+                init_method=meeting_point,
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=datetime.timedelta(seconds=settings.timeout_s),
+            )
+        kind = {"ppo": PPODiffusersFSDPEngine}[self._engine_kind]
+        self.engine = kind(config.model, settings, config.actor.optim, config.actor.checkpoint)
         self.engine.initialize()
         self.backend = self._make_backend()
-        self.version = -1
 
     def _make_backend(self) -> Any:
         from omni_rollout.diffusers_backend import DiffusersBackend
@@ -96,16 +117,17 @@ class ActorRolloutRefWorker:
 
     def _score(self, data: TensorDict) -> TensorDict:
         data = self._with_settings(data)
+        from fsdp_diffusers_engine import gather_outputs
+
         outputs = gather_outputs(self.engine.forward_backward_batch(data, None, forward_only=True))
         return TensorDict({key: outputs[key].cpu() for key in ("log_probs", "means")}, batch_size=data.batch_size[:1])
 
     def update_actor(self, data: TensorDict, step: int) -> dict[str, float]:
         """The optimizer steps of training step `step` on this process's rows; metrics averaged over micro-batches."""
-        actor, rows = self.config.actor, data.batch_size[0]
+        actor = self.config.actor
         data = self._with_settings(data)
-        window = data["advantages"].shape[1] if "advantages" in data.keys() else 1  # noqa: SIM118
         batches = mini_batches(
-            rows,
+            len(data),
             actor.ppo_mini_batch_size // self.world_size,
             epochs=actor.ppo_epochs,
             shuffle=actor.shuffle,
@@ -114,12 +136,10 @@ class ActorRolloutRefWorker:
         log = MetricLog()
         with self.engine.train_mode():
             for number, order in enumerate(batches):
-                mini = data[order]
-                mini.set_non_tensor("global_count", len(order) * self.world_size * window)
                 self.engine.optimizer_zero_grad()
                 # On the first update of a step the weights are still those that sampled.
                 loss = UpdateLoss(actor.diffusion_loss, fresh=number == 0)
-                for metrics in self.engine.forward_backward_batch(mini, loss):
+                for metrics in self.engine.forward_backward_batch(data[order], loss):
                     log.add(metrics)
                 log.add({"actor/grad_norm": self.engine.optimizer_step(), "actor/lr": self.engine.lr_scheduler_step()})
         return log.result()
@@ -176,102 +196,3 @@ class ActorRolloutRefWorker:
         if self.engine.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.engine.device) / 1e9
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-
-
-class UpdateLoss(DiffusionLoss):
-    """The configured loss; when `fresh`, it also measures how far rollout and trainer are apart.
-
-    While the weights are those that sampled, every difference of log-probs is noise of the two code paths, not policy.
-    """
-
-    def __init__(self, config: DiffusionLossConfig, *, fresh: bool):
-        super().__init__(config)
-        self.fresh = fresh
-
-    def __call__(self, model_output: Any, data: Any, dp_group: Any = None) -> Any:
-        """The loss of one micro-batch."""
-        result = super().__call__(model_output, data, dp_group)
-        if self.fresh and "rollout_log_probs" in data:
-            gap = (model_output["log_probs"].detach() - data["rollout_log_probs"]).abs().max()
-            result.metrics["actor/rollout_log_prob_diff_max"] = gap
-        return result
-
-
-class MetricLog:
-    """Combines the metrics of many micro-batches: extremes stay extremes, everything else is averaged."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, list[float]] = {}
-
-    def add(self, metrics: Any) -> None:
-        """Numbers or 0-dim tensors by name."""
-        for name, value in metrics.items():
-            self.values.setdefault(name, []).append(float(value))
-
-    def result(self) -> dict[str, float]:
-        """One number per name."""
-        combine = {"min": min, "max": max}
-        return {name: combine.get(name.rsplit("_", 1)[-1], fmean)(values) for name, values in self.values.items()}
-
-
-class WorkerGroup:
-    """All training processes of a run, as one.
-
-    Args:
-        config: of the run.
-        engine: "ppo" or "forward_process".
-    """
-
-    def __init__(self, config: RunConfig, engine: str):
-        import ray
-
-        self._ray, self.size = ray, config.trainer.num_workers
-        gpus = ray.cluster_resources().get("GPU", 0)
-        device = config.actor.fsdp_config.device
-        use_gpu = device != "cpu" and gpus >= self.size
-        actor = ray.remote(ActorRolloutRefWorker)
-        options = {"num_gpus": 1 if use_gpu else 0, "num_cpus": 0.5}
-        self.actors: list[Any] = [
-            actor.options(**options).remote(config, engine=engine, rank=rank, world_size=self.size)
-            for rank in range(self.size)
-        ]
-        ray.get([a.memory_gb.remote() for a in self.actors])  # raises what went wrong while they started
-
-    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method on every worker; their answers by rank."""
-        return self._ray.get([getattr(a, method).remote(*args, **kwargs) for a in self.actors])
-
-    def run_batch(self, method: str, batch: TensorDict) -> TensorDict:
-        """Split the rows over the workers, call, and put the answers together again."""
-        parts = split_rows(batch, self.size)
-        answers = self._ray.get([getattr(a, method).remote(part) for a, part in zip(self.actors, parts, strict=True)])
-        return TensorDict.cat(answers)
-
-    def update_actor(self, batch: TensorDict, step: int) -> dict[str, float]:
-        """Optimizer steps on every worker with its share of the rows."""
-        parts = split_rows(batch, self.size)
-        logs = self._ray.get([a.update_actor.remote(part, step) for a, part in zip(self.actors, parts, strict=True)])
-        merged = MetricLog()
-        for log in logs:
-            merged.add(log)
-        return merged.result()
-
-    def update_weights(self, step: int) -> dict[str, float]:
-        """Sync every sampler; the metrics of the first."""
-        return self.call("update_weights", step)[0]
-
-    def rollout_handles(self) -> list[Any]:
-        """What replicas talk to."""
-        return list(self.actors)
-
-    def max_memory_gb(self) -> float:
-        """The largest worker's peak."""
-        return max(self.call("memory_gb"))
-
-    def close(self) -> None:
-        """End the processes."""
-        for actor in self.actors:
-            self._ray.kill(actor)
-
-
-__all__ = ["ActorRolloutRefWorker", "WorkerGroup"]

@@ -1,0 +1,123 @@
+"""All training processes of a run, as one: calls that reach every one of them, and batches that are split over them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from omni_rollout.batching import plan_batches
+from omni_rollout.types import DiffusionOutput, GenerationRequest
+from tensordict import TensorDict
+
+from ray_trainer.config import RunConfig
+from ray_trainer.errors import TrainerError
+from ray_trainer.update import MetricLog
+from ray_trainer.workers import ActorRolloutRefWorker
+
+
+class WorkerGroup:
+    """All training processes of a run, as one.
+
+    Args:
+        config: of the run.
+        engine: "ppo" or "forward_process".
+    """
+
+    def __init__(self, config: RunConfig, engine: str):
+        import ray
+
+        self._ray, self.size = ray, config.trainer.num_workers
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        use_gpu = config.actor.fsdp_config.device != "cpu" and gpus > 0
+        if use_gpu and gpus < self.size:
+            raise TrainerError(
+                f"trainer.num_workers={self.size} needs {self.size} GPUs and Ray sees {gpus}; ask for {gpus} or fewer, or "
+                "set actor.fsdp_config.device=cpu"
+            )
+        actor = ray.remote(ActorRolloutRefWorker).options(num_gpus=int(use_gpu), num_cpus=0.5)
+        self.actors: list[Any] = [
+            actor.remote(config, engine=engine, rank=rank, world_size=self.size) for rank in range(self.size)
+        ]
+        # Rank 0 names the place where the process group meets; each call raises what went wrong while it started.
+        meeting_point = ray.get(self.actors[0].meeting_point.remote())
+        self.call("init_model", meeting_point)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method on every worker; their answers by rank."""
+        return self._ray.get([getattr(a, method).remote(*args, **kwargs) for a in self.actors])
+
+    def run_batch(self, method: str, batch: TensorDict) -> TensorDict:
+        """Split the rows over the workers, call, and put the answers together again."""
+        return TensorDict.cat(self._scatter(method, batch))
+
+    def update_actor(self, batch: TensorDict, step: int) -> dict[str, float]:
+        """Optimizer steps on every worker with its share of the rows."""
+        merged = MetricLog()
+        for log in self._scatter("update_actor", batch, step):
+            merged.add(log)
+        return merged.result()
+
+    def _scatter(self, method: str, batch: TensorDict, *args: Any) -> list[Any]:
+        parts = batch.split(len(batch) // self.size, dim=0)
+        return self._ray.get([getattr(a, method).remote(p, *args) for a, p in zip(self.actors, parts, strict=True)])
+
+    def update_weights(self, step: int) -> dict[str, float]:
+        """Sync every sampler; the metrics of the first."""
+        return self.call("update_weights", step)[0]
+
+    def rollout_handles(self) -> list[Any]:
+        """What replicas talk to, one handle for each set of weights: a sharded module is one set."""
+        return [self.actors[0] if self.size == 1 else LockstepHandle(self.actors)]
+
+    def max_memory_gb(self) -> float:
+        """The largest worker's peak."""
+        return max(self.call("memory_gb"))
+
+    def close(self) -> None:
+        """End the processes."""
+        for actor in self.actors:
+            self._ray.kill(actor)
+
+
+class LockstepHandle:
+    """Several processes that hold one sharded module, behind the call form of a single actor.
+
+    Every forward pass gathers shards from all of them, so all must make the same passes at the same time: requests are dealt out
+    evenly, the last one is repeated where they do not divide, and the repetitions are dropped.
+    """
+
+    def __init__(self, actors: Sequence[Any]):
+        self._actors = list(actors)
+        self.generate_sequences = _Remote(self._generate)
+        self.abort = _Remote(self._abort)
+
+    async def _generate(self, requests: Sequence[GenerationRequest]) -> list[DiffusionOutput]:
+        outputs: list[DiffusionOutput | None] = [None] * len(requests)
+        for places in plan_batches(requests, len(requests)):
+            share = -(-len(places) // len(self._actors))
+            padded = places + [places[-1]] * (share * len(self._actors) - len(places))
+            deals = [padded[rank * share : (rank + 1) * share] for rank in range(len(self._actors))]
+            answers = await asyncio.gather(
+                *(
+                    actor.generate_sequences.remote([requests[place] for place in deal])
+                    for actor, deal in zip(self._actors, deals, strict=True)
+                )
+            )
+            for deal, answer in zip(deals, answers, strict=True):
+                for place, output in zip(deal, answer, strict=True):
+                    outputs[place] = output
+        return [output for output in outputs if output is not None]
+
+    async def _abort(self, request_ids: Sequence[str] | None = None) -> int:
+        return sum(await asyncio.gather(*(actor.abort.remote(request_ids) for actor in self._actors)))
+
+
+class _Remote:
+    """`method.remote(*args)`, as an actor's method is called."""
+
+    def __init__(self, function: Any):
+        self._function = function
+
+    def remote(self, *args: Any) -> asyncio.Task[Any]:
+        return asyncio.ensure_future(self._function(*args))
