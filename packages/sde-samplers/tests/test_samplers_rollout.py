@@ -34,7 +34,8 @@ def test_replay_reproduces_the_rollout_to_the_bit(kind: ss.Kind, shape: tuple[in
         generators=generators,
         return_means=True,
     )
-    assert trajectory.log_probs is not None and trajectory.means is not None
+    assert trajectory.log_probs is not None
+    assert trajectory.means is not None
     for w, step in enumerate(ss.replay(velocity, trajectory, schedule)):
         assert torch.equal(step.log_prob, trajectory.log_probs[:, w])
         assert torch.equal(step.mean, trajectory.means[:, w])
@@ -65,7 +66,8 @@ def test_replay_carries_the_gradient() -> None:
     for step in ss.replay(lambda x, s: weight * velocity(x, s), trajectory, schedule):
         weight.grad = None
         step.log_prob.sum().backward()
-        assert weight.grad is not None and float(weight.grad.abs()) > 0
+        assert weight.grad is not None
+        assert float(weight.grad.abs()) > 0
         assert not step.prev_sample.requires_grad
 
 

@@ -1,7 +1,8 @@
 """Every step is linear: `mean = scale_x * x + scale_v * v`, `x_u = mean + std * z`. This file holds the three numbers.
 
-Notation: one reverse step t -> u with u < t, h = t - u; v is the velocity (target e - x0); x̂0 = x - t v, ê = x + (1-t) v;
-s is the instantaneous std of an SDE and S = s √h (or as given) the TOTAL std of the step; η the noise level.
+Notation: one reverse step t -> u with u < t, h = t - u; v is the velocity (target e - x0); x̂0 = x - t v,
+ê = x + (1-t) v; s is the instantaneous std of an SDE, S = s √h (or as given) the TOTAL std of a step, η the noise
+level.
 
     ode        x - h v
     flow_sde   s² = η² t / (1 - t̄), t̄ = t but sigma_cap where t is exactly 1. Flow-GRPO, arXiv 2505.05470, Eq. 29
@@ -105,7 +106,7 @@ def as_scalar(value: float | Tensor, name: str, batch: int | None = None) -> Sca
             return float(value)
         if value.numel() != 1 and batch is not None and value.numel() != batch:
             raise SamplerError(
-                f"{name} has shape {list(value.shape)} for a batch of {batch}; pass a number or one value per sample [B]"
+                f"{name} has shape {list(value.shape)} for a batch of {batch}; pass a number or one per sample [B]"
             )
         if value.ndim > 1 and value.shape[0] != value.numel():
             raise SamplerError(f"{name} has shape {list(value.shape)}; pass a number or one value per sample [B]")

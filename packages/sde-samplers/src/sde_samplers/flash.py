@@ -1,11 +1,11 @@
 """MixGRPO-Flash: fewer steps after the trained window (arXiv 2507.21802, `--dpm_apply_strategy post`).
 
-The schedule up to the end of the window stays; what follows is replaced by k points, evenly spaced BEFORE the shift, from
-the window's end to 0, with `k = int(max((N - last) * ratio, 1))` where `last` is the window's last step. Sample it with
-`rollout(..., solver="dpm2", solver_steps="post")`.
+The schedule up to the end of the window stays; what follows is replaced by k points, evenly spaced BEFORE the shift,
+from the window's end to 0, with `k = int(max((N - last) * ratio, 1))` where `last` is the window's last step. Sample it
+with `rollout(..., solver="dpm2", solver_steps="post")`.
 
-Where we differ: with k = 1 the published grid is the single point it starts from, so sampling stops there with noise left
-in the latents. Here the tail always reaches 0, with one step in that case.
+Where we differ: with k = 1 the published grid is the single point it starts from, so sampling stops there with noise
+left in the latents. Here the tail always reaches 0, with one step in that case.
 """
 
 from __future__ import annotations

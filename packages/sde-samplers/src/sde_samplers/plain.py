@@ -22,7 +22,7 @@ CPU_CHUNK = 1 << 16  # elements; 256 KB in fp32, so the handful of buffers of a 
 
 
 class PlainStep(torch.autograd.Function):
-    """(sample, velocity) -> (mean, prev_sample, log_prob), see `plain_step`. Written by hand to mirror the fused kernel."""
+    """(sample, velocity) -> (mean, prev_sample, log_prob), see `plain_step`; by hand, to mirror the fused kernel."""
 
     @staticmethod
     def forward(
@@ -76,8 +76,8 @@ def plain_step(
 
     Scores `target` when it is given, otherwise draws `mean + S * noise` (just `mean` without noise). `terms` are the
     offset and weight of `logprob.log_prob_terms`; coefficients and terms are numbers or float64 [B] on the device.
-    Without noise and target, prev_sample is the mean itself (one storage) and log_prob is `offset`, or NaN where the mean
-    is not finite.
+    Without noise and target, prev_sample is the mean itself (one storage) and log_prob is `offset`, or NaN where
+    the mean is not finite.
     """
     mean, prev, log_prob = PlainStep.apply(sample, velocity, noise, target, coefficients, terms, storage_dtype)
     return mean, mean.detach() if prev is None else prev, log_prob

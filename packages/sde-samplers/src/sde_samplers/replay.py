@@ -34,13 +34,14 @@ def replay(
     checks run at the call.
 
     Args:
-        velocity_fn: `(x [B, ...] fp32, sigma [B] fp32) -> v [B, ...]`; the gradient flows through v into mean and log_prob.
+        velocity_fn: `(x [B, ...] fp32, sigma [B] fp32) -> v [B, ...]`; the gradient flows into mean and log_prob.
         trajectory: from `rollout`.
         schedule: the one of the rollout.
         window: when given, the steps that the caller expects to train; another window is refused.
 
     Raises:
-        ReplayMismatchError: another schedule hash, sigma table, dtype or window. NonFiniteError: names the first bad step.
+        ReplayMismatchError: another schedule hash, sigma table, dtype or window.
+        NonFiniteError: names the first bad step.
     """
     if trajectory.schedule_hash != schedule.hash:
         raise ReplayMismatchError(
@@ -50,7 +51,8 @@ def replay(
     stored = trajectory.sigmas.to("cpu")
     if stored.shape != schedule.sigmas.shape or not torch.equal(stored, schedule.sigmas):
         raise ReplayMismatchError(
-            f"trajectory.sigmas {stored.tolist()} differ from the schedule {schedule.sigmas.tolist()}; carry the table verbatim"
+            f"trajectory.sigmas {stored.tolist()} differ from the schedule {schedule.sigmas.tolist()}; "
+            "carry the table verbatim"
         )
     batch = trajectory.latents.shape[0]
     positions = trajectory.step_index.to("cpu")

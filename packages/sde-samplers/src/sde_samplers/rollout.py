@@ -52,14 +52,14 @@ def rollout(
         noise: x at the first sigma [B, ...]; see `initial_noise`.
         schedule: K steps.
         kind, noise_level: of the window's steps, as in `sde_step`.
-        window: trained step positions 0 … K-1, a sequence shared by the batch or an int64 tensor [B, W] with one row per
-            sample. They need not be contiguous. None or empty: a pure ODE rollout, W = 0.
+        window: trained step positions 0 … K-1, a sequence shared by the batch or an int64 tensor [B, W] with one row
+            per sample. They need not be contiguous. None or empty: a pure ODE rollout, W = 0.
         generators: one torch.Generator per sample (see `sample_generator`); drawn from once per stochastic step of that
             sample. None takes torch's default generator, which ties the result to the batch.
         step_noise: [K, B, ...] ready-made noise, row k used if step k is stochastic.
         return_means: keep the mean of every trained step.
-        solver: of the ODE steps: "euler", or DPM-Solver++ of order 1, 2 or 3 ("dpm1", "dpm2", "dpm3"). Its history starts
-            anew after every stochastic step. Not with per-sample windows.
+        solver: of the ODE steps: "euler", or DPM-Solver++ of order 1, 2 or 3 ("dpm1", "dpm2", "dpm3"). Its history
+            holds the read-outs of stochastic steps too, as MixGRPO's does. Not with per-sample windows.
         solver_type: "midpoint" or "heun", the form of its second-order correction.
         solver_steps: "all" ODE steps, or those "post" (after) the window, Euler before it.
         storage_dtype: see `sde_step`; applied to the trained steps.
@@ -103,8 +103,7 @@ def rollout(
         active = (positions == k).any(dim=1)  # [B]: whose window holds this step
         if not bool(active.any()) and solver != "euler" and k >= multistep_from:
             order = effective_order(SOLVER_ORDER[solver], k, steps)
-            solved = dpm_step(x, velocity, sigmas[k], sigmas[k + 1], history, order=order, solver_type=solver_type)
-            step, history = solved.step, solved.history
+            step = dpm_step(x, velocity, sigmas[k], sigmas[k + 1], history, order=order, solver_type=solver_type).step
             if check_finite and x.device.type == "cpu" and not bool(torch.isfinite(step.prev_sample.sum())):
                 raise non_finite("rollout", k, sample=x, velocity=velocity)
         elif not bool(active.any()):
@@ -135,7 +134,9 @@ def rollout(
                 step_index=k,
             )
             recorder.record(k, active, x, step)
-            history = ()
+        if solver != "euler":
+            read_out = PastOutput(sigmas[k], x - sigmas[k] * velocity.to(torch.float32))
+            history = (read_out, *history)[: SOLVER_ORDER[solver] - 1]
         if check_finite and x.device.type != "cpu":
             flags.append(torch.isfinite(step.prev_sample.flatten(1).sum(dim=1)))
         x = step.prev_sample

@@ -4,8 +4,8 @@
     image = pipe(prompt).images[0]
     trajectory = pipe.scheduler.trajectory()
 
-It wraps the pipeline's own scheduler, so config, shift and grid stay what they were. diffusers is imported only to build
-one when none is handed in.
+It wraps the pipeline's own scheduler, so config, shift and grid stay what they were. diffusers is imported only to
+build one when none is handed in.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class FlowMatchSDEScheduler:
         window: step positions that are stochastic and recorded; None means every step but the last.
         generators: one per sample, used instead of the generator that the pipeline passes to `step`.
 
-    A pipeline in bf16 holds its latents in bf16. A drawn sample is then rounded to that dtype BEFORE it is scored, so the
-    recorded fp32 latents are the ones the transformer saw and a replay finds the same values.
+    A pipeline in bf16 holds its latents in bf16. A drawn sample is then rounded to that dtype BEFORE it is scored, so
+    the recorded fp32 latents are the ones the transformer saw and a replay finds the same values.
     """
 
     order = 1

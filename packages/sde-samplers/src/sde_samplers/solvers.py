@@ -6,9 +6,9 @@ use it. One step t -> u, with H = lambda_u - lambda_t > 0, E = e^-H, data read-o
     ODE  x_u  = (u/t) x   + (1-u)(1-E)  D0 + …       order 1 is the Euler step
     SDE  mean = (u/t) E x + (1-u)(1-E²) D0 + …, S = u √(1-E²)
 
-The dots are the usual corrections from the x̂0 of one or two earlier steps. Order 1 is used where there is no history and
-at u = 0, where H is infinite and the result is x̂0 itself. A step that starts at t = 1 has lambda = -∞, so it adds nothing
-to the correction of the next one: the first step that is really of order 2 is the third.
+The dots are the usual corrections from the x̂0 of one or two earlier steps. Order 1 is used where there is no history
+and at u = 0, where H is infinite and the result is x̂0 itself. A step that starts at t = 1 has lambda = -∞, so it adds
+nothing to the correction of the next one: the first step that is really of order 2 is the third.
 
 Coefficients are float64; latents are fp32.
 """
@@ -45,7 +45,7 @@ class PastOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class DpmStep:
-    """`step` as from `sde_step` (log_prob only for the SDE form), the read-out `x0`, and the history for the next step."""
+    """`step` as from `sde_step` (log_prob only for the SDE form), the read-out `x0`, the history for the next step."""
 
     step: SdeStep
     x0: Tensor

@@ -124,10 +124,10 @@ def take_step(
     else:
         mean_now, prev, log_prob = plain_step(sample, velocity, noise, prev_sample, moved, terms, storage_dtype)
         step = SdeStep(prev, mean_now, std, None if form is None else log_prob)
-    if check_finite or (check_finite is None and sample.device.type == "cpu"):
-        # The squared distance is NaN or inf as soon as one element of any input is, so [B] numbers tell.
-        if not bool(torch.isfinite(log_prob.detach()).all()):
-            raise non_finite(where, step_index, sample=sample, velocity=velocity, noise=noise, prev_sample=prev_sample)
+    check = check_finite or (check_finite is None and sample.device.type == "cpu")
+    # The squared distance is NaN or inf as soon as one element of any input is, so [B] numbers tell.
+    if check and not bool(torch.isfinite(log_prob.detach()).all()):
+        raise non_finite(where, step_index, sample=sample, velocity=velocity, noise=noise, prev_sample=prev_sample)
     return step
 
 

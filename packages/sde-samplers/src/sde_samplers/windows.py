@@ -203,8 +203,8 @@ def _check_range(size: int, bounds: tuple[int, int], period: int) -> None:
     low, high = bounds
     if size < 1 or low < 0 or high - low < size:
         raise SamplerError(
-            f"size={size!r} with range={tuple(bounds)!r}: the range is [low, high) with low >= 0 and must hold at least "
-            "one window of at least one step"
+            f"size={size!r} with range={tuple(bounds)!r}: the range is [low, high) with low >= 0 and must hold "
+            "at least one window of at least one step"
         )
     if period < 1:
         raise SamplerError(f"period={period!r} must be at least 1 training step")
