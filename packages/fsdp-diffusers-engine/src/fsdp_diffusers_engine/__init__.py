@@ -18,6 +18,7 @@ from .config import (
     FSDPOptimizerConfig,
     LoRAOptions,
     MixedPrecisionConfig,
+    TrainingWorkerConfig,
 )
 from .errors import CheckpointError, EngineError, EngineStateError, RankError
 
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from .loop import gather_outputs
     from .losses import DiffusionLoss
     from .padding import embeds_no_padding_2_padding, embeds_padding_2_no_padding
+    from .metrics import reduce_metrics
     from .ppo import PPODiffusersFSDPEngine
+    from .worker import TrainingWorker, remote_workers
 
 _HOMES = {
     "DiffusersFSDPEngine": "engine",
@@ -36,7 +39,10 @@ _HOMES = {
     "embeds_no_padding_2_padding": "padding",
     "embeds_padding_2_no_padding": "padding",
     "ForwardProcessDiffusersFSDPEngine": "forward_process",
+    "TrainingWorker": "worker",
     "gather_outputs": "loop",
+    "reduce_metrics": "metrics",
+    "remote_workers": "worker",
 }
 
 __all__ = [
@@ -57,9 +63,13 @@ __all__ = [
     "MixedPrecisionConfig",
     "PPODiffusersFSDPEngine",
     "RankError",
+    "TrainingWorker",
+    "TrainingWorkerConfig",
     "embeds_no_padding_2_padding",
     "embeds_padding_2_no_padding",
     "gather_outputs",
+    "reduce_metrics",
+    "remote_workers",
 ]
 
 

@@ -106,10 +106,11 @@ def require_fp32(value: Tensor, key: str) -> Tensor:
     return value
 
 
-def prompts(data: Mapping[str, Any], prefix: str = "") -> PromptEmbeds | None:
+def prompts(data: Mapping[str, Any], prefix: str = "", multiple: int = 1) -> PromptEmbeds | None:
     """The batch's prompt embeddings, padded again when they come as jagged nested tensors; None when absent.
 
-    ``prefix`` is ``""`` or ``"negative_"``.
+    ``prefix`` is ``""`` or ``"negative_"``. The number of tokens is padded to a ``multiple`` (of the ranks that share
+    a sample).
     """
     from model_specs import PromptEmbeds
 
@@ -125,7 +126,8 @@ def prompts(data: Mapping[str, Any], prefix: str = "") -> PromptEmbeds | None:
         if mask is None:
             mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
     pooled = data.get(f"{prefix}pooled_prompt_embeds")
-    return PromptEmbeds(embeds, mask.bool(), pooled)
+    found = PromptEmbeds(embeds, mask.bool(), pooled)
+    return found.pad_to(-(-embeds.shape[1] // multiple) * multiple) if multiple > 1 else found
 
 
 def select(data: TensorDict | Mapping[str, Any], keys: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:

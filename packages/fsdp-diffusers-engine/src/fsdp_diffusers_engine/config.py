@@ -210,3 +210,17 @@ class FSDPDiffusionActorConfig(DiffusionActorConfig):
 
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
     """Device, precision, sharding, offload."""
+
+
+@dataclass
+class TrainingWorkerConfig:
+    """One rank of a trainer."""
+
+    actor: FSDPDiffusionActorConfig = field(default_factory=FSDPDiffusionActorConfig)
+    """What it trains and how."""
+    rank: int = 0
+    """This process among the ranks."""
+    world_size: int = 1
+    """Number of ranks."""
+    init_method: str | None = None
+    """Where the ranks meet, for example ``tcp://10.0.0.1:29500``; one rank needs none."""

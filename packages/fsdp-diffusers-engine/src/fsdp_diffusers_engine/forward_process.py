@@ -126,8 +126,8 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
             "sigma": sigma,
             "noise": noise,
             "x0": x0,
-            "cond": batch.prompts(micro_batch),
-            "negative": batch.prompts(micro_batch, "negative_"),
+            "cond": batch.prompts(micro_batch, "", self.layout.sp_size),
+            "negative": batch.prompts(micro_batch, "negative_", self.layout.sp_size),
         }
 
     def forward_step(

@@ -8,7 +8,9 @@ sharded over all N (or over ``fsdp_size`` of them and replicated between such gr
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,12 +152,14 @@ def shard(module: nn.Module, blocks: Sequence[nn.Module], layout: Layout, config
         if config.offload_policy
         else OffloadPolicy(),
     }
+    # Transformers return a view of their last activation; nothing here writes into it, so torch's warning is moot.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     for block in blocks:
         fully_shard(block, **options)
     # The root's own parameters (embeddings, last projection) are needed again at once in backward: never freed between.
     fully_shard(module, **{**options, "reshard_after_forward": False})
     if config.forward_prefetch:
-        for block, following in zip(blocks, blocks[1:], strict=False):
+        for block, following in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
 
 

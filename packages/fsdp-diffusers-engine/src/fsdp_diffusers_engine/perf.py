@@ -1,0 +1,92 @@
+"""Model FLOPs utilisation: operations that the mathematics needs, per second, over what the device can do."""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from .batch import SamplingMeta
+
+if TYPE_CHECKING:
+    from .engine import DiffusersFSDPEngine
+
+# Dense bf16 matrix peaks in 1e12 operations per second, from the makers' data sheets; the longest matching name wins.
+_PEAK_BF16 = {
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.4,
+    "H200": 989.4,
+    "H20": 148.0,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "RTX 4090": 165.2,
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float | None = None) -> float:
+    """Operations per second of one device in ``dtype``: the override, the table (bf16), or a measured matrix product."""
+    if override_tflops is not None:
+        return override_tflops * 1e12
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        name = torch.cuda.get_device_name(device)
+        known = [key for key in _PEAK_BF16 if key in name]
+        if known:
+            return _PEAK_BF16[max(known, key=len)] * 1e12
+    return _measured(device.type, device.index or 0, dtype)
+
+
+@lru_cache(maxsize=8)
+def _measured(kind: str, index: int, dtype: torch.dtype) -> float:
+    device = torch.device(kind, index) if kind != "cpu" else torch.device("cpu")
+    size = 8192 if kind == "cuda" else 768
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(4):
+        if kind == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        torch.mm(a, a)
+        if kind == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best
+
+
+def training_flops(
+    engine: DiffusersFSDPEngine,
+    samples: int,
+    steps: int,
+    meta: SamplingMeta,
+    text_tokens: int,
+    *,
+    extra_forwards: int = 0,
+) -> float:
+    """Operations of an update on ``samples`` x ``steps`` forwards: forward, backward, recomputation, guidance.
+
+    ``extra_forwards`` counts gradient-free forwards beside each (1 for a reference KL).
+    """
+    from model_specs.flops import training_flops as with_backward
+
+    size = (meta.height, meta.width, meta.num_frames)
+    forward = engine.spec.flops(engine.module.config, samples, *size, text_tokens=text_tokens)  # type: ignore[arg-type]
+    forward *= steps * (2 if meta.true_cfg_scale > 1 else 1)
+    full = with_backward(
+        forward, full=not engine.lora, gradient_checkpointing=engine.model_config.enable_gradient_checkpointing
+    )
+    return full + extra_forwards * forward
+
+
+def mfu(engine: DiffusersFSDPEngine, flops: float, seconds: float) -> float:
+    """Share of the peak of this process's devices; with sequence parallelism the ranks share the samples."""
+    config = engine.engine_config
+    from .precision import dtype_of
+
+    dtype = dtype_of(config.model_dtype, "model_dtype")
+    if config.mixed_precision is not None:
+        dtype = dtype_of(config.mixed_precision.param_dtype, "mixed_precision.param_dtype")
+    return flops / seconds / (engine.layout.sp_size * peak_flops(engine.device, dtype, config.peak_tflops))

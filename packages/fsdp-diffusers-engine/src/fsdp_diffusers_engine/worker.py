@@ -1,0 +1,232 @@
+"""`TrainingWorker`: an engine behind a few calls that cross process borders.
+
+The fine calls are those of Tinker (https://thinkingmachines.ai/tinker/): ``forward_backward``, ``optim_step``,
+``save_weights``, ``save_state``, ``load_state``. ``train_mini_batch`` is the coarse one: mini-batches, epochs, shuffling.
+The class is plain Python; :func:`remote_workers` makes Ray actors of it, one per rank.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from diffusion_losses.config import DiffusionLossConfig
+from tensordict import TensorDict
+
+from . import batch, perf, sharding
+from .config import TrainingWorkerConfig
+from .engine import DiffusersFSDPEngine
+from .errors import EngineError, EngineStateError
+from .forward_process import ForwardProcessDiffusersFSDPEngine
+from .loop import gather_outputs
+from .losses import DiffusionLoss
+from .metrics import reduce_metrics
+from .ppo import PPODiffusersFSDPEngine
+
+if TYPE_CHECKING:
+    from lora_sync import LoRAPayload
+
+
+class TrainingWorker:
+    """One rank of a trainer.
+
+    Args:
+        config: the actor, and this process's place among the ranks. The engine follows from the loss: policy gradients
+            replay trajectories, forward-process losses noise clean latents.
+    """
+
+    def __init__(self, config: TrainingWorkerConfig) -> None:
+        self.config = config
+        actor = config.actor
+        if actor.strategy != "fsdp":
+            raise EngineError(f"strategy={actor.strategy!r} is unknown; use 'fsdp'")
+        self._join()
+        parts = (actor.model_config, actor.fsdp_config, actor.optim, actor.checkpoint)
+        self.engine: DiffusersFSDPEngine = (
+            PPODiffusersFSDPEngine(*parts)
+            if actor.diffusion_loss.family == "policy_gradient"
+            else ForwardProcessDiffusersFSDPEngine(*parts, forward_config=actor.forward_process)
+        )
+        self._ready = False
+
+    def _join(self) -> None:
+        config, engine = self.config, self.config.actor.fsdp_config
+        if config.world_size == 1 or dist.is_initialized():
+            return
+        if config.init_method is None:
+            raise EngineError(
+                f"world_size={config.world_size} needs init_method, the same on all ranks, e.g. 'tcp://10.0.0.1:29500'"
+            )
+        device = sharding.pick_device(engine)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=config.init_method,
+            rank=config.rank,
+            world_size=config.world_size,
+            timeout=datetime.timedelta(seconds=engine.timeout_s),
+        )
+
+    def reset(self) -> None:
+        """Build the engine, or put it back to its first weights, optimizer and counters."""
+        self.engine.initialize()
+        self._ready = True
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move by hand; see :meth:`DiffusersFSDPEngine.to`."""
+        self._engine.to(device, model, optimizer, grad)
+
+    @property
+    def _engine(self) -> DiffusersFSDPEngine:
+        if not self._ready:
+            raise EngineStateError("the worker was used before reset(); call worker.reset() first")
+        return self.engine
+
+    # ------------------------------------------------------------------ fine calls
+
+    def forward_backward(self, data: TensorDict, loss: DiffusionLossConfig | str | None = None) -> dict[str, float]:
+        """Add the gradient of ``loss`` (the actor's own by default) on this rank's samples; returns its metrics."""
+        function = DiffusionLoss(self.config.actor.diffusion_loss if loss is None else loss)
+        return reduce_metrics(self._engine.forward_backward(self._sized(data), function))
+
+    def optim_step(self, params: dict[str, float] | None = None) -> dict[str, float]:
+        """Clip and step. ``params`` may set ``lr`` for this step and ``weight_decay`` from now on."""
+        engine = self._engine
+        for name, value in (params or {}).items():
+            if name not in ("lr", "weight_decay"):
+                raise EngineError(f"optim_step has no parameter {name!r}; use 'lr' or 'weight_decay'")
+            for group in engine.optimizer.param_groups:
+                group[name] = value
+        with engine.train_mode():
+            return engine.step()
+
+    def compute_log_prob(self, data: TensorDict, adapter: str = "default") -> TensorDict:
+        """Scores of the samples under a policy state (``reference``: adapters off): see the engine's forward-only pass."""
+        engine = self._engine
+        size = self.config.actor.log_prob_micro_batch_size_per_gpu
+        with engine.eval_mode(), engine.use_adapter(adapter):
+            outputs = engine.forward_backward_batch(self._sized(data, size), None, forward_only=True)
+        scores = gather_outputs(outputs)
+        return TensorDict({k: v.cpu() for k, v in scores.items()}, batch_size=[len(next(iter(scores.values())))])
+
+    def save_weights(self, name: str = "default", version: int | None = None) -> LoRAPayload:
+        """Weights for a sampler: the adapter ``name`` as a payload with version and hash. All ranks call it."""
+        from lora_sync import extract_lora
+
+        engine = self._engine
+        if not engine.lora:
+            raise EngineError("save_weights sends adapters, and lora_rank is 0; stream get_per_tensor_param instead")
+        return extract_lora(engine.module, name, version=engine.optimizer_steps if version is None else version)
+
+    def save_state(self, path: str, global_step: int = 0) -> str:
+        """Write a checkpoint; returns its folder."""
+        return str(self._engine.save_checkpoint(path, global_step=global_step))
+
+    def load_state(self, path: str) -> int:
+        """Restore a checkpoint; returns its step."""
+        return self._engine.load_checkpoint(path)
+
+    def update_old_policy(self, decay: float = 0.0, target: str = "old") -> None:
+        """``target ← decay · target + (1 - decay) · default``."""
+        self._engine.ema_update_adapter("default", target, decay)
+
+    # ------------------------------------------------------------------ coarse call
+
+    def train_mini_batch(self, data: TensorDict) -> TensorDict:
+        """Optimizer steps over this rank's samples: ``ppo_epochs`` passes in mini-batches of ``ppo_mini_batch_size``
+        samples over all ranks.
+
+        Non-tensor data: ``global_step`` (seeds the shuffle and the noise). Returns a TensorDict whose ``metrics`` is one
+        dict of numbers for the call.
+        """
+        engine, actor = self._engine, self.config.actor
+        step = int(batch.plain(data, "global_step", 0))
+        unit = 2 if actor.diffusion_loss.loss_mode == "dpo" else 1
+        total = int(sharding.all_reduce_number(data.batch_size[0], engine.layout.dp_group))
+        pieces = math.ceil(total / actor.ppo_mini_batch_size)
+        if data.batch_size[0] // unit < pieces or data.batch_size[0] % unit:
+            raise EngineError(
+                f"this rank has {data.batch_size[0]} samples for {pieces} mini-batches (units of {unit}); "
+                f"give every rank at least {pieces * unit}, or raise ppo_mini_batch_size={actor.ppo_mini_batch_size}"
+            )
+        loss = DiffusionLoss(actor.diffusion_loss)
+        rows: list[dict[str, Any]] = []
+        start = time.perf_counter()
+        with engine.train_mode():
+            for epoch in range(actor.ppo_epochs):
+                order = self._order(data.batch_size[0], unit, step, epoch)
+                for number, chosen in enumerate(torch.tensor_split(order, pieces)):
+                    mini = self._sized(data[chosen.flatten()])
+                    mini.set_non_tensor("noise_seed", (step * actor.ppo_epochs + epoch) * pieces + number)
+                    engine.optimizer_zero_grad()
+                    rows += engine.forward_backward_batch(mini, loss)
+                    rows.append(engine.step())
+        metrics = reduce_metrics(rows)
+        metrics |= self._speed(data, time.perf_counter() - start, loss.config)
+        result = TensorDict({}, batch_size=[])
+        result.set_non_tensor("metrics", metrics)
+        return result
+
+    def _order(self, count: int, unit: int, step: int, epoch: int) -> torch.Tensor:
+        """[units, unit] row numbers; pairs stay together."""
+        rows = torch.arange(count).view(-1, unit)
+        if not self.config.actor.shuffle:
+            return rows
+        seed = hash((self.config.actor.data_loader_seed, step, epoch, self.engine.layout.dp_rank)) % (2**63)
+        return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
+
+    def _sized(self, data: TensorDict, size: int | None = None) -> TensorDict:
+        data = data.copy()
+        data.set_non_tensor("micro_batch_size", size or self.config.actor.ppo_micro_batch_size_per_gpu)
+        return data
+
+    def _speed(self, data: TensorDict, seconds: float, loss: DiffusionLossConfig) -> dict[str, float]:
+        actor, engine = self.config.actor, self.engine
+        steps = data["latents"].shape[1] if isinstance(engine, PPODiffusersFSDPEngine) else 1
+        tokens = data["prompt_embeds"].shape[1] if not data["prompt_embeds"].is_nested else 0
+        flops = perf.training_flops(
+            engine,
+            data.batch_size[0] * actor.ppo_epochs,
+            steps,
+            batch.sampling_meta(data),
+            tokens,
+            extra_forwards=int(loss.needs_reference),
+        )
+        return {"perf/mfu": perf.mfu(engine, flops, seconds), "time/train_mini_batch": seconds}
+
+    def shutdown(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def remote_workers(config: TrainingWorkerConfig, num_workers: int = 1, **options: Any) -> list[Any]:
+    """``num_workers`` Ray actors, one per rank, joined into one group; ``options`` go to ``ray.remote``.
+
+    ``config.init_method`` is replaced by an address of the first actor's node.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise EngineError(
+            "remote_workers needs Ray; install it with: pip install 'fsdp-diffusers-engine[ray]'"
+        ) from error
+    from dataclasses import replace
+
+    address = None
+    if num_workers > 1:
+        import socket
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            address = f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+    actor = ray.remote(**options)(TrainingWorker) if options else ray.remote(TrainingWorker)
+    return [
+        actor.remote(replace(config, rank=rank, world_size=num_workers, init_method=address))
+        for rank in range(num_workers)
+    ]
