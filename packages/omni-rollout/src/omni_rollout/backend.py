@@ -60,6 +60,10 @@ class RolloutBackend(Protocol):
         """Bind a `lora_sync.LoRAPayload`; returns its `LoRAReceipt`."""
         ...
 
+    def remove_lora(self, adapter: str = "default") -> bool:
+        """Forget an adapter; "default" then samples from the base. False when it was not there."""
+        ...
+
     def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
         """Replace transformer weights by name; raises `SyncError` unless every tensor sent was bound."""
         ...

@@ -177,8 +177,6 @@ class VllmOmniConfig:
     """Schedule step by step instead of request by request (models that support it)."""
     enable_sleep_mode: bool = True
     """Allow the weights to leave the GPU between rollouts."""
-    enable_prompt_embed_cache: bool = True
-    """Encode a prompt once for all samples of its group."""
     rollout_attn_backend: str = "TORCH_SDPA"
     """Attention kernel of the engine: TORCH_SDPA runs everywhere, FLASH_ATTN needs its wheel."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -234,3 +232,15 @@ class DiffusionRolloutConfig:
         _require(self.dtype in DTYPES, "rollout.dtype", self.dtype, "one of " + ", ".join(DTYPES))
         for name in ("n", "max_batch_size", "num_replicas"):
             _require(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "at least 1")
+
+    def resolve_algorithm(self, model_config: Any) -> None:
+        """Let `model_config.algorithm` name the stepwise pipeline when `vllm_omni.step_execution` is on and there is one.
+
+        `model_config` has `path` (a diffusers pipeline folder) and `algorithm`; it is changed in place.
+        """
+        from .vllm_omni.pipelines import STEPWISE, entry_for
+
+        if not self.vllm_omni.step_execution or model_config.algorithm.endswith(STEPWISE):
+            return
+        if entry_for(model_config.path).stepwise is not None:
+            model_config.algorithm += STEPWISE

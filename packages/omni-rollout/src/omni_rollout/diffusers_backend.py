@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from lora_sync import LoRAReceipt, apply_lora, extract_lora, use_adapter
+from lora_sync.layers import layers_of
 from sde_samplers import SigmaSchedule, from_diffusers, initial_noise, rollout, sample_generator
 from torch import Tensor, nn
 
@@ -66,6 +68,8 @@ class DiffusersBackend:
         self.device = torch.device(device)
         self.shares_weights = shares_weights
         self._adapter_ctx = adapter_ctx
+        self._adapters: set[str] = set()
+        self._wrapped = False  # LoRA layers stay in the module once they are there
         self._schedules: dict[tuple[int, ...], SigmaSchedule] = {}
         self._aborted: set[str] = set()
         self._running: set[str] = set()
@@ -192,17 +196,26 @@ class DiffusersBackend:
     @contextmanager
     def _sampling(self, adapter: str) -> Iterator[None]:
         """The adapter switched on and the module in eval mode; both as they were afterwards."""
-        if self._adapter_ctx is None and adapter != "default":
-            raise RolloutConfigError(
-                f"adapter={adapter!r} was asked for, but this backend has no adapter_ctx: use 'default' or pass one."
-            )
         training = self.transformer.training
         self.transformer.eval()
         try:
-            with self._adapter_ctx(adapter) if self._adapter_ctx else nullcontext():
+            with self._context_of(adapter):
                 yield
         finally:
             self.transformer.train(training)
+
+    def _context_of(self, adapter: str) -> AbstractContextManager[Any]:
+        if self._adapter_ctx is not None:
+            return self._adapter_ctx(adapter)
+        if adapter in self._adapters:
+            return use_adapter(self.transformer, adapter)
+        if adapter == "default" or (adapter == "reference" and not self.shares_weights):
+            return use_adapter(self.transformer, "reference") if self._wrapped else nullcontext()
+        known = ", ".join(sorted(self._adapters)) or "none"
+        raise RolloutConfigError(
+            f"adapter={adapter!r} is not here (there is {known}): send it with update_lora, or pass an adapter_ctx to a "
+            "backend that shares its weights with a trainer."
+        )
 
     def _pack(
         self,
@@ -245,11 +258,12 @@ class DiffusersBackend:
 
         Raises `SyncError` when the module's adapter differs from the payload.
         """
-        from lora_sync import LoRAReceipt, apply_lora, extract_lora
-
         with self.lifecycle.syncing(payload.version, lora=True), self._timed("sync"):
             if not self.shares_weights:
-                return apply_lora(self.transformer, payload, adapter)
+                receipt = apply_lora(self.transformer, payload, adapter)
+                self._adapters.add(adapter)
+                self._wrapped = True
+                return receipt
             held = extract_lora(self.transformer, adapter, version=payload.version)
             if held.hash != payload.hash:
                 raise SyncError(
@@ -266,6 +280,16 @@ class DiffusersBackend:
                 tensors_ignored=0,
                 probe_delta=None,
             )
+
+    def remove_lora(self, adapter: str = "default") -> bool:
+        """Forget an adapter of our own; "default" then samples from the base. False when it was not there."""
+        if adapter not in self._adapters:
+            return False
+        with self.lifecycle.syncing(self.policy_version):
+            for layer in layers_of(self.transformer, adapter).values():
+                layer.delete_adapter(adapter)
+            self._adapters.discard(adapter)
+        return True
 
     def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
         """Replace transformer weights by name (with or without LoRA layers).

@@ -8,31 +8,87 @@ asks for the same samples in the same order makes the same batches, which is wha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from .errors import LifecycleError, ReplicaDeadError, ReplicaError, RolloutConfigError, RolloutError
+from torch import Tensor
+
+from .backend import Health, WeightReceipt
+from .errors import LifecycleError, ReplicaDeadError, ReplicaError, RolloutConfigError, RolloutError, SyncError
+from .placement import import_ray
 from .types import DiffusionOutput, GenerationRequest
 
-_OWN_ERRORS = (RolloutConfigError, LifecycleError)
+_OWN_ERRORS = (RolloutConfigError, LifecycleError, SyncError)
 
 
-class Replica(Protocol):
-    """What the router needs from a replica."""
+class Replica(ABC):
+    """What the router and the trainer need from a replica, whichever backend is behind it."""
 
+    name: str
+    handle: Any
+
+    @abstractmethod
     async def generate(self, request: GenerationRequest) -> DiffusionOutput:
         """One sample. Raises `ReplicaError` for a failure of the replica, `RolloutConfigError` for a bad request."""
-        ...
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Any other backend method, by name (`update_lora`, `sleep`, `health`, …)."""
-        ...
+        """Any backend method by name; errors are typed as for `generate`."""
+        if self.handle is None:
+            raise RolloutConfigError(f"{self.name} is not running: launch it first.")
+        try:
+            return await getattr(self.handle, method).remote(*args, **kwargs)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            raise typed_error(self.name, error) from error
+
+    async def update_lora(self, payload: Any, adapter: str = "default") -> Any:
+        """Bind a `LoRAPayload`; returns its `LoRAReceipt`."""
+        return await self.call("update_lora", payload, adapter)
+
+    async def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
+        """Replace all transformer weights."""
+        receipt: WeightReceipt = await self.call("update_weights", list(named), version)
+        return receipt
+
+    async def sleep(self) -> None:
+        """Give the device's memory back."""
+        await self.call("sleep")
+
+    async def wake_up(self) -> None:
+        """Bring the weights back."""
+        await self.call("wake_up")
+
+    async def pause(self) -> None:
+        """Take no new requests."""
+        await self.call("pause")
+
+    async def resume(self) -> None:
+        """Take requests again."""
+        await self.call("resume")
+
+    async def health(self) -> Health:
+        """State and counters."""
+        health: Health = await self.call("health")
+        return health
 
     async def abort(self, request_ids: Sequence[str]) -> int:
-        """Cancel requests; never raises for ids that are gone."""
-        ...
+        """Cancel requests; 0 when the replica is gone."""
+        try:
+            return int(await self.handle.abort.remote(list(request_ids)))
+        except Exception:
+            return 0
+
+    async def close(self) -> None:
+        """End whatever runs behind the handle."""
+        handle, self.handle = self.handle, None
+        if isinstance(handle, LocalHandle):
+            handle.close()
+        elif handle is not None:
+            import_ray().kill(handle)
 
 
 class LocalHandle:
@@ -67,7 +123,7 @@ class _LocalMethod:
         return asyncio.get_running_loop().run_in_executor(self._pool, partial(self._method, *args, **kwargs))
 
 
-class DiffusersReplica:
+class DiffusersReplica(Replica):
     """Client of one backend actor (or `LocalHandle`).
 
     Args:
@@ -130,20 +186,6 @@ class DiffusersReplica:
         for _, future in chunk:
             if not future.done():
                 future.set_exception(typed)
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Any other backend method by name; errors are typed as for `generate`."""
-        try:
-            return await getattr(self.handle, method).remote(*args, **kwargs)
-        except Exception as error:
-            raise typed_error(self.name, error) from error
-
-    async def abort(self, request_ids: Sequence[str]) -> int:
-        """Cancel requests of this replica; 0 when the replica is gone."""
-        try:
-            return int(await self.handle.abort.remote(list(request_ids)))
-        except Exception:
-            return 0
 
 
 def typed_error(name: str, error: BaseException) -> RolloutError:

@@ -6,13 +6,15 @@ exist, so both forms of a name are understood and a name that finds nothing is a
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from .errors import SyncError
+
+_PART = 1 << 24
+_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 def base_name(name: str) -> str:
@@ -32,32 +34,53 @@ def base_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_named(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> int:
-    """Copy tensors into a module by base name. Returns how many were copied.
+    """Copy a complete set of weights into a module by base name. Returns how many tensors that were.
 
-    Every name and shape is checked before its own copy; the first that does not fit raises `SyncError`.
+    Raises `SyncError` for a name that finds nothing, another shape, a tensor sent twice, or one that was not sent.
     """
     targets = base_tensors(module)
-    count = 0
+    missing = set(targets)
     for name, value in named:
-        target = targets.get(base_name(name))
+        base = base_name(name)
+        target = targets.get(base)
         if target is None:
             raise SyncError(f"weight {name!r} has no parameter in the rollout module; sent to the wrong architecture?")
+        if base not in missing:
+            raise SyncError(f"weight {name!r} was sent twice.")
         if target.shape != value.shape:
             raise SyncError(f"weight {name!r} has shape {tuple(value.shape)}, the module {tuple(target.shape)}.")
         target.copy_(value)
-        count += 1
-    return count
+        missing.discard(base)
+    if missing:
+        raise SyncError(f"{len(missing)} of {len(targets)} weights were not sent, e.g. {sorted(missing)[:3]!r}.")
+    return len(targets)
 
 
-def tensors_checksum(named: Iterable[tuple[str, Tensor]]) -> str:
-    """sha256 over names, shapes, dtypes and bytes, in the order of the names: equal exactly for equal weights."""
-    digest = hashlib.sha256()
-    for name, value in sorted(named, key=lambda item: item[0]):
-        digest.update(f"{name}|{tuple(value.shape)}|{value.dtype}".encode())
-        digest.update(value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+def content_sum(tensors: Iterable[Tensor]) -> str:
+    """Checksum of all elements that does not depend on how they are laid out: "<count>:<16 hex digits>".
+
+    A sampler may fuse three projections into one tensor; the elements stay the same, and so does this sum. Each element's
+    bits go through a 64-bit mixer (the finaliser of splitmix64) and the results are added modulo 2^64, so a changed,
+    lost or doubled element shows. It does not see two elements trade places: the pictures do.
+    """
+    count, total = 0, 0
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().reshape(-1)
+        bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+        for part in bits.split(_PART):
+            x = part.to(torch.int64) + _GOLDEN
+            x = (x ^ _shift(x, 30)) * _MIX1
+            x = (x ^ _shift(x, 27)) * _MIX2
+            total += int((x ^ _shift(x, 31)).sum())
+        count += flat.numel()
+    return f"{count}:{total % 2**64:016x}"
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 def module_checksum(module: nn.Module) -> str:
-    """Checksum of a module's base parameters; adapters and LoRA wrappers do not change it."""
-    return tensors_checksum(base_tensors(module).items())
+    """`content_sum` of a module's base parameters; adapters and LoRA wrappers do not change it."""
+    return content_sum(base_tensors(module).values())

@@ -1,0 +1,1 @@
+"""The vLLM-Omni backend (extra `vllm`). Importing this package imports neither vllm nor vllm_omni."""

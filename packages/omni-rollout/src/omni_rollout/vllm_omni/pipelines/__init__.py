@@ -1,0 +1,54 @@
+"""Which pipeline class serves which architecture; the classes are imported inside the engine's worker only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import RolloutConfigError
+
+STEPWISE = "_stepwise"
+
+
+@dataclass(frozen=True)
+class PipelineEntry:
+    """How one diffusers pipeline class is served.
+
+    Args:
+        whole: class that runs a request from start to end, below this package.
+        stepwise: class for `step_execution`, where the engine offers it.
+        cfg_is_guidance: the engine calls true classifier-free guidance `guidance_scale` for this model.
+        tokenizer: subfolder of the tokenizer that prompt ids belong to.
+    """
+
+    whole: str
+    stepwise: str | None = None
+    cfg_is_guidance: bool = True
+    tokenizer: str = "tokenizer"
+
+
+PIPELINES = {
+    "QwenImagePipeline": PipelineEntry("qwen_image.QwenImageRolloutPipeline", cfg_is_guidance=False),
+}
+
+
+def entry_for(model_path: str) -> PipelineEntry:
+    """The entry of a diffusers pipeline folder. Raises `RolloutConfigError` for an unknown one."""
+    index = Path(model_path) / "model_index.json"
+    if not index.is_file():
+        raise RolloutConfigError(f"{model_path!r} has no model_index.json: give a diffusers pipeline folder.")
+    name = json.loads(index.read_text()).get("_class_name", "")
+    if name not in PIPELINES:
+        raise RolloutConfigError(f"{name!r} has no rollout pipeline; known are {', '.join(PIPELINES)}.")
+    return PIPELINES[name]
+
+
+def pipeline_for(model_path: str, algorithm: str = "flow_grpo") -> str:
+    """Qualified class name. The algorithm matters only by its ending: the sampler's knobs travel with each request."""
+    entry = entry_for(model_path)
+    if algorithm.endswith(STEPWISE):
+        if entry.stepwise is None:
+            raise RolloutConfigError(f"{entry.whole!r} cannot run step by step: set vllm_omni.step_execution=false.")
+        return f"{__name__}.{entry.stepwise}"
+    return f"{__name__}.{entry.whole}"

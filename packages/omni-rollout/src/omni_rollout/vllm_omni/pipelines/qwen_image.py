@@ -1,0 +1,31 @@
+"""Qwen-Image in vLLM-Omni."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImagePipeline
+
+from ..denoise import RolloutMixin, stack_padded
+from ..lora_request import TensorLoRAMixin
+
+
+class QwenImageRolloutPipeline(RolloutMixin, TensorLoRAMixin, QwenImagePipeline):
+    """The engine's pipeline with trajectories. Latents are packed: [B, S, 64]."""
+
+    timestep_scale = 1.0
+    lora_architecture = "qwen_image"
+
+    def encode_prompt(
+        self, prompt: Any = None, num_images_per_prompt: int = 1, prompt_embeds: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Embeddings [B, S, C] and mask [B, S]; see the engine for the arguments."""
+        if self._batch is None or prompt_embeds is not None:
+            return super().encode_prompt(prompt, num_images_per_prompt, prompt_embeds, **kwargs)
+        one = super().encode_prompt
+        rows = self.encode_each(prompt, kwargs["max_sequence_length"], lambda text: one([text], **kwargs))
+        embeds, mask = (stack_padded([row[part] for row in rows]) for part in (0, 1))
+        self.remember(embeds, mask.to(torch.bool))
+        return embeds, mask

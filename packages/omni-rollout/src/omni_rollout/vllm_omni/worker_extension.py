@@ -1,0 +1,182 @@
+"""What the engine's worker can do for a trainer: bind LoRA tensors, replace all weights, and prove both.
+
+The server calls these methods by `collective_rpc`; each returns plain values. An exception in here would reach the caller
+as `{"supported": False, …}`, which `rpc.checked` turns back into an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.lora.utils import replace_submodule
+from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
+
+from ..weights import base_name, content_sum, is_adapter
+from .lora_request import OmniTensorLoRARequest
+from .shared import read_bucket
+
+
+class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
+    """Mixed into the engine's worker class by `worker_extension_cls`."""
+
+    model_runner: Any
+    lora_manager: Any
+    _parts: dict[str, Tensor]
+    _sent_sums: list[str]
+
+    # ------------------------------------------------------------------------------------------------------- LoRA
+
+    def bind_lora(self, request: OmniTensorLoRARequest, version: int) -> dict[str, Any]:
+        """Add an adapter under its new id, activate it, and read it back.
+
+        Returns modules and tensors bound, and how many elements read back different (0 in a good sync). Binding raises
+        when any module of the adapter finds no layer.
+        """
+        manager = self.lora_manager
+        if not manager.add_adapter(request):
+            raise ValueError(f"adapter id {request.lora_int_id} exists already; every version needs an id of its own")
+        try:
+            manager.set_active_adapter(request, 1.0)
+        except Exception:
+            manager.remove_adapter(request.lora_int_id)
+            raise
+        self.model_runner.pipeline.policy_version = version
+        model = manager._registered_adapters[request.lora_int_id]
+        return {"modules": len(model.loras), "tensors": 2 * len(model.loras), "differing": self._differing(request)}
+
+    def _differing(self, request: OmniTensorLoRARequest) -> int:
+        """Elements of the layers' LoRA buffers that are not what was sent. Only unsharded layers can be compared."""
+        manager, wrong = self.lora_manager, 0
+        held: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, layer in manager._lora_modules.items():
+            prefix, _, suffix = name.rpartition(".")
+            count = len(layer.lora_a_stacked)
+            parts = manager._get_packed_sublayer_suffixes(suffix, count) if count > 1 else [suffix]
+            for part, a, b in zip(parts or [], layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
+                held[f"{prefix}.{part}"] = (a[0, 0], b[0, 0])
+        for key, sent in (request.lora_tensors or {}).items():
+            module = key.removeprefix("base_model.model.").rsplit(".lora_", 1)[0]
+            buffer = held[module][0 if ".lora_A." in key else 1]
+            live = buffer[: sent.shape[0], : sent.shape[1]]
+            if live.shape != sent.shape:
+                continue  # a shard of a tensor-parallel layer
+            wrong += int((live != sent.to(live)).sum())
+        return wrong
+
+    def drop_lora(self, lora_int_id: int) -> bool:
+        """Remove an adapter; False when it is not there."""
+        return bool(self.lora_manager.remove_adapter(lora_int_id))
+
+    # ---------------------------------------------------------------------------------------------------- weights
+
+    def update_weights_from_ipc(
+        self,
+        peft_config: dict[str, Any] | None = None,
+        base_sync_done: bool = False,
+        use_shm: bool = False,
+        *,
+        bucket: Any,
+        first: bool = True,
+        last: bool = True,
+        version: int = 0,
+        lora_int_id: int = 0,
+    ) -> dict[str, Any]:
+        """Take one bucket of tensors.
+
+        Args:
+            peft_config: given, the tensors are an adapter's, accumulated over the buckets and bound at once after the last
+                (no half-loaded adapter ever samples). None: they are transformer weights, written as they come, so that
+                memory stays bounded.
+            base_sync_done: an adapter needs a base to sit on: False with a `peft_config` is refused.
+            use_shm: `bucket` is the name of a shared memory block, else a list of (name, tensor).
+            first, last: ends of the stream. `version`: of the policy once the last bucket is in.
+
+        Returns:
+            For the last bucket of weights: `elements`, `unwritten` (elements that no tensor reached), `held` and `sent`
+            (content sums; equal when every value arrived). Of an adapter: what `bind_lora` returns.
+        """
+        named = read_bucket(bucket) if use_shm else bucket
+        if first:
+            self._parts, self._sent_sums = {}, []
+        if peft_config is not None:
+            if not base_sync_done:
+                raise ValueError("an adapter was sent before the base weights: sync the base first")
+            self._parts |= dict(named)
+            if not last:
+                return {}
+            request = OmniTensorLoRARequest(
+                lora_name=f"v{version}", lora_int_id=lora_int_id, lora_path="/in-memory/stream",
+                peft_config=peft_config, lora_tensors=self._parts,
+            )  # fmt: skip
+            self._parts = {}
+            return self.bind_lora(request, version)
+        return self._take_weights(named, first, last, version)
+
+    @torch.no_grad()
+    def _take_weights(self, named: list[tuple[str, Tensor]], first: bool, last: bool, version: int) -> dict[str, Any]:
+        pipeline = self.model_runner.pipeline
+        transformer = pipeline.transformer
+        if first:
+            for _, parameter in _base_parameters(transformer):
+                parameter.fill_(float("nan"))  # what is still NaN after the last bucket was not sent
+        with self._bare_layers():
+            pipeline.load_weights((f"transformer.{base_name(name)}", value) for name, value in named)
+        dtypes = {parameter.dtype for _, parameter in _base_parameters(transformer)}
+        if len(dtypes) == 1:
+            dtype = next(iter(dtypes))
+            self._sent_sums.append(content_sum(value.to(dtype) for _, value in named))
+        if not last:
+            return {}
+        held = [parameter for _, parameter in _base_parameters(transformer)]
+        pipeline.policy_version = version
+        return {
+            "elements": sum(parameter.numel() for parameter in held),
+            "unwritten": sum(int(parameter.isnan().sum()) for parameter in held),
+            "held": content_sum(held),
+            "sent": _added(self._sent_sums) if len(dtypes) == 1 else None,
+        }
+
+    @contextmanager
+    def _bare_layers(self) -> Iterator[None]:
+        """The module tree as it was before LoRA layers: loaders skip `*.base_layer.*` without a word."""
+        wrapped = dict(getattr(self.lora_manager, "_lora_modules", None) or {})
+        pipeline = self.model_runner.pipeline
+        for name, layer in wrapped.items():
+            component, _, path = name.partition(".")
+            replace_submodule(getattr(pipeline, component), path, layer.base_layer)
+        try:
+            yield
+        finally:
+            for name, layer in wrapped.items():
+                component, _, path = name.partition(".")
+                replace_submodule(getattr(pipeline, component), path, layer)
+
+    def weights_sum(self) -> str:
+        """Content sum of the transformer's base weights."""
+        return content_sum(parameter for _, parameter in _base_parameters(self.model_runner.pipeline.transformer))
+
+    def engine_facts(self) -> dict[str, Any]:
+        """What the server wants to know about this worker."""
+        pipeline = self.model_runner.pipeline
+        return {
+            "policy_version": int(getattr(pipeline, "policy_version", 0)),
+            "lora_modules": len(getattr(self.lora_manager, "_lora_modules", None) or {}),
+            "lora_ids": list(self.lora_manager.list_adapters()) if self.lora_manager is not None else [],
+            "architecture": getattr(pipeline, "lora_architecture", ""),
+            "prompts_cached": len(getattr(pipeline, "_prompt_cache", ())),
+        }
+
+
+def _base_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in module.named_parameters() if not is_adapter(name)]
+
+
+def _added(sums: list[str]) -> str:
+    """Content sums of parts → content sum of the whole."""
+    pairs = [entry.split(":") for entry in sums]
+    total = sum(int(value, 16) for _, value in pairs) % 2**64
+    return f"{sum(int(count) for count, _ in pairs)}:{total:016x}"
