@@ -58,6 +58,7 @@ BAD = {
     "negative steps": (["trainer.total_steps=0"], "trainer.total_steps=0 must be at least 1"),
     "too many prompts": (["data.prompts_per_step=97"], "must lie between 1 and the 96 prompts"),
     "reward": (["reward.name=shape"], "shapes"),
+    "reward option": (["reward.options={strict_wait: 1}"], "do not fit"),
     "filled in": (["actor.model_config.path=x"], "set model.* instead"),
 }
 

@@ -42,7 +42,7 @@ LAZY_ONLY: dict[str, set[str]] = {
     "dpo_online": {"ray", "diffusers"},
 }
 # Modules that exist to be loaded by an optional dependency, and may therefore import it at the top.
-PLUGIN_FOLDERS = {"omni_rollout": ("vllm_omni",)}
+PLUGINS = {"omni_rollout": ("vllm_omni",), "sde_samplers": ("triton_kernels.py",)}
 
 
 def imports(tree: ast.AST) -> list[tuple[str, int, bool]]:
@@ -76,7 +76,7 @@ def problems(root: Path = ROOT) -> list[str]:
             continue
         for file in sorted(source.rglob("*.py")):
             where = file.relative_to(root)
-            plugin = file.relative_to(source).parts[0] in PLUGIN_FOLDERS.get(package, ())
+            plugin = file.relative_to(source).parts[0] in PLUGINS.get(package, ())
             for name, line, eager in imports(ast.parse(file.read_text(encoding="utf-8"))):
                 if name in MAY_IMPORT and name != package and name not in MAY_IMPORT[package]:
                     allowed = ", ".join(sorted(MAY_IMPORT[package])) or "none of its siblings"

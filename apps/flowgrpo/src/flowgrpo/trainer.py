@@ -17,8 +17,6 @@ from tensordict import TensorDict
 class RayFlowGRPOTrainer(RayDiffusionTrainer):
     """generate_sequence → compute_rm_score → compute_old_log_prob → compute_ref_log_prob → compute_advantage → update_actor."""
 
-    engine = "ppo"
-
     def prepare_update(self, batch: TensorDict, step: int) -> tuple[TensorDict, Metrics]:
         """Old log-probs, reference means where a KL needs them, and advantages."""
         schema.check(batch, schema.TRAJECTORY, "rollout")

@@ -21,10 +21,10 @@ class WorkerGroup:
 
     Args:
         config: of the run.
-        engine: "ppo" or "forward_process".
+        rows_per_unit: rows of an update that belong together.
     """
 
-    def __init__(self, config: RunConfig, engine: str):
+    def __init__(self, config: RunConfig, rows_per_unit: int = 1):
         import ray
 
         self._ray, self.size = ray, config.trainer.num_workers
@@ -37,7 +37,8 @@ class WorkerGroup:
             )
         actor = ray.remote(ActorRolloutRefWorker).options(num_gpus=int(use_gpu), num_cpus=0.5)
         self.actors: list[Any] = [
-            actor.remote(config, engine=engine, rank=rank, world_size=self.size) for rank in range(self.size)
+            actor.remote(config, rows_per_unit=rows_per_unit, rank=rank, world_size=self.size)
+            for rank in range(self.size)
         ]
         # Rank 0 names the place where the process group meets; each call raises what went wrong while it started.
         meeting_point = ray.get(self.actors[0].meeting_point.remote())

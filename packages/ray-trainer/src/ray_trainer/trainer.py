@@ -46,8 +46,8 @@ class RayDiffusionTrainer:
         echo: where lines for a person go.
     """
 
-    engine = "ppo"
-    """Which engine trains: "ppo" or "forward_process"."""
+    rows_per_unit = 1
+    """Rows of a batch that belong together and are shuffled and split as one: 2 for preference pairs."""
 
     def __init__(self, config: RunConfig, echo: Callable[[str], None] = print):
         self.config, self.echo = config, echo
@@ -76,7 +76,7 @@ class RayDiffusionTrainer:
         """
         loop = self.config.trainer
         self.run = open_run_dir(loop.run_dir, loop.on_existing, to_yaml(self.config))
-        self.workers = WorkerGroup(self.config, self.engine)
+        self.workers = WorkerGroup(self.config, self.rows_per_unit)
         self.rollouts = Rollouts(self.config, self.workers)
         try:
             with StopRequest() as stop, asyncio.Runner() as runner:
@@ -121,10 +121,11 @@ class RayDiffusionTrainer:
     def _guarded(self, step: int, work: Callable[[], None]) -> None:
         """Run one step; a failure leaves its state on disk and a checkpoint of the last whole step."""
         self._batch: TensorDict | None = None
+        self._prompts: list[Prompt] = []
         try:
             work()
         except Exception as error:
-            where = record_failure(self.run.failures, step, error, self._batch)
+            where = record_failure(self.run.failures, step, error, self._batch, self._prompts)
             try:
                 if step > 0 and self._updated < step:
                     self._save(step - 1)
@@ -174,6 +175,7 @@ class RayDiffusionTrainer:
 
     def generate_sequence(self, prompts: list[Prompt], step: int) -> TensorDict:
         """Prompts [P] to samples [B = P·G] with pictures, trajectories and embeddings; rewards are asked for on the way."""
+        self._prompts = prompts
         rows = [(f"step{step}/{prompt.uid}", prompt) for prompt in prompts]
         self._batch = self._runner.run(
             self.rollouts.sample(
@@ -188,7 +190,9 @@ class RayDiffusionTrainer:
         return self.rollouts.score_metrics(batch)
 
     def update_actor(self, data: TensorDict, step: int) -> Metrics:
-        """The optimizer steps of one training step, on every worker."""
+        """The optimizer steps of one training step, on every worker. A step with nothing to learn from changes nothing."""
+        if len(data) == 0:
+            return {"actor/skipped_updates": 1.0}
         return self.workers.update_actor(data, step)
 
     # ---- validation, checkpoints, end ------------------------------------------------------------------------------------

@@ -11,11 +11,17 @@ from diffusion_losses.config import DiffusionLossConfig
 from fsdp_diffusers_engine.losses import DiffusionLoss
 
 
-def mini_batches(rows: int, size: int, *, epochs: int, shuffle: bool, seed: int) -> Iterator[torch.Tensor]:
-    """Row numbers of each mini-batch, epoch after epoch; the order depends on `seed` alone."""
+def mini_batches(
+    rows: int, size: int, *, epochs: int, shuffle: bool, seed: int, unit: int = 1
+) -> Iterator[torch.Tensor]:
+    """Row numbers of each mini-batch, epoch after epoch; the order depends on `seed` alone.
+
+    `unit` consecutive rows stay together (a preference pair is two), so `size` must be a multiple of it.
+    """
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
-        order = torch.randperm(rows, generator=generator) if shuffle else torch.arange(rows)
+        units = torch.randperm(rows // unit, generator=generator) if shuffle else torch.arange(rows // unit)
+        order = (units[:, None] * unit + torch.arange(unit)).flatten()
         yield from order.split(size)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 
-from ray_trainer.config import RunConfig, updates_per_step
+from ray_trainer.config import RewardConfig, RunConfig, updates_per_step
 from ray_trainer.errors import TrainerError
 from ray_trainer.prompts import PromptSampler, load_prompts, resolve
 from ray_trainer.run_dir import check_run_dir
@@ -30,6 +31,21 @@ def _check_model(location: str) -> str:
             f"model.path={location!r} lacks {', '.join(missing)}/config.json; copy the whole pipeline folder"
         )
     return str(pipeline)
+
+
+def _check_reward(config: RewardConfig) -> None:
+    """The reward's name and the names of its options; the reward itself is made in its workers."""
+    from image_rewards.registry import reward_class
+
+    try:
+        kind = reward_class(config.name)
+    except ValueError as error:
+        raise TrainerError(f"reward.name={config.name!r}: {error}") from error
+    options = {key: value for key, value in config.options.items() if key != "video"}
+    try:
+        inspect.signature(kind).bind(**options)
+    except TypeError as error:
+        raise TrainerError(f"reward.options={config.options!r} do not fit {config.name!r}: {error}") from error
 
 
 def _require(holds: bool, message: str) -> None:

@@ -31,7 +31,7 @@ class ActorRolloutRefWorker:
     Args:
         config: of the run.
         role: what this worker does; "actor_rollout_ref" is the hybrid one.
-        engine: "ppo" or "forward_process".
+        rows_per_unit: rows of an update that belong together (2 for preference pairs).
         rank, world_size: of the training processes.
     """
 
@@ -40,12 +40,12 @@ class ActorRolloutRefWorker:
         config: RunConfig,
         role: str = "actor_rollout_ref",
         *,
-        engine: str = "ppo",
+        rows_per_unit: int = 1,
         rank: int = 0,
         world_size: int = 1,
     ):
         self.config, self.role, self.rank, self.world_size = config, role, rank, world_size
-        self._engine_kind = engine
+        self.rows_per_unit = rows_per_unit
         self.version = -1
         torch.set_num_threads(config.ray.worker_threads or max(available_cpus() // world_size, 1))
 
@@ -58,7 +58,7 @@ class ActorRolloutRefWorker:
 
     def init_model(self, meeting_point: str = "") -> None:
         """Join the process group when there are several processes, and build engine and backend."""
-        from fsdp_diffusers_engine import PPODiffusersFSDPEngine
+        from fsdp_diffusers_engine import ForwardProcessDiffusersFSDPEngine, PPODiffusersFSDPEngine
 
         config = self.config
         config.model.path = resolve("models", config.model.path)
@@ -71,8 +71,12 @@ class ActorRolloutRefWorker:
                 world_size=self.world_size,
                 timeout=datetime.timedelta(seconds=settings.timeout_s),
             )
-        kind = {"ppo": PPODiffusersFSDPEngine}[self._engine_kind]
-        self.engine = kind(config.model, settings, config.actor.optim, config.actor.checkpoint)
+        parts = (config.model, settings, config.actor.optim, config.actor.checkpoint)
+        self.engine: Any = (
+            ForwardProcessDiffusersFSDPEngine(*parts, config.actor.forward_process)
+            if config.actor.diffusion_loss.family == "forward_process"
+            else PPODiffusersFSDPEngine(*parts)
+        )
         self.engine.initialize()
         self.backend = self._make_backend()
 
@@ -131,15 +135,18 @@ class ActorRolloutRefWorker:
             actor.ppo_mini_batch_size // self.world_size,
             epochs=actor.ppo_epochs,
             shuffle=actor.shuffle,
-            seed=actor.data_loader_seed * 1_000_003 + step,
+            seed=(seed := actor.data_loader_seed * 1_000_003 + step),
+            unit=self.rows_per_unit,
         )
         log = MetricLog()
         with self.engine.train_mode():
             for number, order in enumerate(batches):
+                mini = data[order]
+                mini.set_non_tensor("noise_seed", seed * 1009 + number)  # forward-process losses draw from it
                 self.engine.optimizer_zero_grad()
                 # On the first update of a step the weights are still those that sampled.
                 loss = UpdateLoss(actor.diffusion_loss, fresh=number == 0)
-                for metrics in self.engine.forward_backward_batch(data[order], loss):
+                for metrics in self.engine.forward_backward_batch(mini, loss):
                     log.add(metrics)
                 log.add({"actor/grad_norm": self.engine.optimizer_step(), "actor/lr": self.engine.lr_scheduler_step()})
         return log.result()

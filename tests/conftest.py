@@ -1,0 +1,118 @@
+"""Running a program as a person would: its own process, real Ray, a folder of its own."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# A run small enough for a test, with every part of the real one.
+SMALL = [
+    "trainer.total_steps=4",
+    "trainer.val_every=4",
+    "trainer.save_every=2",
+    "data.val_max_prompts=6",
+    "data.prompts_per_step=3",
+    "rollout.val_kwargs.n=2",
+    "rollout.n=8",
+]
+
+
+@dataclass
+class Finished:
+    """What a program left behind."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    left_over: list[str]
+
+
+class Program:
+    """A running app. `wait` ends with the list of its descendants that are still alive, which should be empty."""
+
+    def __init__(self, app, *arguments, env=None, cwd=None):
+        self.start = time.monotonic()
+        self.seen = set()
+        command = [sys.executable, str(ROOT / "apps" / app), *arguments]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            env={**os.environ, **(env or {})},
+        )
+
+    def watch(self):
+        """Remember every descendant, so that those who outlive the program are known afterwards."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.seen |= set(psutil.Process(self.process.pid).children(recursive=True))
+
+    def until(self, condition, timeout=180):
+        """Wait for a condition while the program runs."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            self.watch()
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, "the program did not get there in time"
+            time.sleep(0.1)
+
+    def signal(self, number):
+        self.watch()
+        self.process.send_signal(number)
+
+    def wait(self, timeout=240):
+        deadline = time.monotonic() + timeout
+        out, err = "", ""
+        while True:
+            self.watch()
+            try:
+                out, err = self.process.communicate(timeout=0.5)
+                break
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > deadline:
+                    self.process.send_signal(signal.SIGKILL)
+                    raise
+        _, alive = psutil.wait_procs(self.seen, timeout=10)
+        return Finished(self.process.returncode, out, err, time.monotonic() - self.start, [str(p) for p in alive])
+
+
+@pytest.fixture(scope="session")
+def start():
+    return Program
+
+
+@pytest.fixture(scope="session")
+def small():
+    return SMALL
+
+
+def rows(folder):
+    """metrics.jsonl without what depends on the clock or the machine."""
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    kept = [json.loads(line) for line in lines]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in kept]
+
+
+@pytest.fixture(scope="session")
+def metric_rows():
+    return rows
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+    """One small run of the main program from beginning to end."""
+    folder = tmp_path_factory.mktemp("flowgrpo") / "run"
+    done = Program("flowgrpo", *SMALL, f"trainer.run_dir={folder}").wait()
+    assert done.code == 0, done.err[-4000:]
+    return folder, done
