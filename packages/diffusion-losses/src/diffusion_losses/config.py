@@ -129,7 +129,7 @@ class DiffusionLossConfig:
             require_positive(name, getattr(self, name))
         for name in _NOT_NEGATIVE:
             value = getattr(self, name)
-            if not value >= 0 or math.isinf(value):
+            if not _is_number(value) or value < 0:
                 raise LossError(f"{name}={value!r} must be zero or a positive number; use 0 to switch it off")
         if self.family == FORWARD_PROCESS and self.resolved_kl_kind != "velocity":
             raise LossError(
@@ -188,5 +188,9 @@ class DiffusionLossConfig:
 
 def require_positive(name: str, value: float) -> None:
     """Raise `LossError` unless `value` is a finite number above zero."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0 or math.isinf(value):
+    if not _is_number(value) or value <= 0:
         raise LossError(f"{name}={value!r} must be a finite number above zero; the method divides or clips by it")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
