@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,20 +23,49 @@ SIGMAS = (1.0, 0.8, 0.5, 0.0)
 META = {"height": 32, "width": 32, "kind": "flow_sde", "noise_level": 0.7, "micro_batch_size": 2}
 
 
+def write_pipeline(folder: Path, index: dict[str, Any], **transformers: Any) -> Path:
+    """A pipeline folder with what training reads of one: the index and the transformers. (Saving a whole pipeline would
+    import transformers for its text encoder, which takes longer than all tests here.)"""
+    folder.mkdir(parents=True)
+    (folder / "model_index.json").write_text(json.dumps(index))
+    draw = torch.Generator().manual_seed(0)
+    for name, transformer in transformers.items():
+        with torch.no_grad():
+            for key, parameter in sorted(transformer.named_parameters()):
+                if parameter.ndim > 1:
+                    parameter.copy_(torch.randn(parameter.shape, generator=draw) / parameter[0].numel() ** 0.5)
+                elif key.endswith("bias"):
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
+        transformer.save_pretrained(folder / name)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a random two-block Qwen-Image pipeline."""
-    from model_specs import tiny
+    """A random two-block Qwen-Image: 64 channels of text, 32 x 32 pixels are 4 tokens of 64."""
+    from diffusers import QwenImageTransformer2DModel
 
-    return tiny.build("qwen_image", tmp_path_factory.mktemp("tiny") / "qwen_image")
+    model = QwenImageTransformer2DModel(
+        num_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=64, axes_dims_rope=(4, 6, 6)
+    )
+    index = {"_class_name": "QwenImagePipeline"}
+    return write_pipeline(tmp_path_factory.mktemp("tiny") / "qwen_image", index, transformer=model)
 
 
 @pytest.fixture(scope="session")
 def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a random Wan2.2 with two experts."""
-    from model_specs import tiny
+    """A random Wan2.2 with two experts, divided at sigma = 0.875; text of 64 channels."""
+    from diffusers import WanTransformer3DModel
 
-    return tiny.build("wan", tmp_path_factory.mktemp("tiny") / "wan")
+    def expert() -> Any:
+        return WanTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=24, text_dim=64, freq_dim=32, ffn_dim=64, num_layers=1
+        )
+
+    part = ["diffusers", "WanTransformer3DModel"]
+    index = {"_class_name": "WanPipeline", "boundary_ratio": 0.875, "transformer": part, "transformer_2": part}
+    folder = tmp_path_factory.mktemp("tiny") / "wan"
+    return write_pipeline(folder, index, transformer=expert(), transformer_2=expert())
 
 
 def build_engine(path: Path, kind: str = "ppo", full: bool = False, **options: Any) -> Any:

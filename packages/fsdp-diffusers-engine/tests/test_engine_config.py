@@ -65,7 +65,9 @@ def test_omegaconf_takes_the_schema_and_refuses_typos() -> None:
         omegaconf.OmegaConf.merge(tree, {"actor": {"optim": {"learning_rate": 1.0}}})
 
 
-@pytest.mark.parametrize("error", [errors.EngineError, errors.EngineStateError, errors.CheckpointError, errors.RankError])
+@pytest.mark.parametrize(
+    "error", [errors.EngineError, errors.EngineStateError, errors.CheckpointError, errors.RankError]
+)
 def test_errors_are_value_errors_and_survive_pickling(error: type[Exception]) -> None:
     again = pickle.loads(pickle.dumps(error("what, why, remedy")))
     assert type(again) is error

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from .forward_process import ForwardProcessDiffusersFSDPEngine
     from .loop import gather_outputs
     from .losses import DiffusionLoss
-    from .padding import embeds_no_padding_2_padding, embeds_padding_2_no_padding
     from .metrics import reduce_metrics
+    from .padding import embeds_no_padding_2_padding, embeds_padding_2_no_padding
     from .ppo import PPODiffusersFSDPEngine
     from .worker import TrainingWorker, remote_workers
 

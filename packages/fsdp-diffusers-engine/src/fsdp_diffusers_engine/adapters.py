@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,10 @@ def inject_adapters(module: nn.Module, config: DiffusionModelConfig, spec: Model
             target_modules=targets,
             exclude_modules=exclude if exclude is None or isinstance(exclude, str) else list(exclude),
         )
-        module.add_adapter(lora, adapter_name=name)  # type: ignore[operator]
+        with warnings.catch_warnings():
+            # Several adapters are the point here.
+            warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+            module.add_adapter(lora, adapter_name=name)  # type: ignore[operator]
     module.set_adapter(TRAINED)  # type: ignore[operator]
     mark_trainable(module)
 

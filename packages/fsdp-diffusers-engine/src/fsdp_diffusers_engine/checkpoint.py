@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +61,8 @@ def save(engine: DiffusersFSDPEngine, path: Path, global_step: int, keep: int | 
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
         writer = HuggingFaceStorageWriter(str(temporary / "weights"), save_distributed=True)
-        save_shards(tensors, storage_writer=writer, no_dist=not engine.layout.sharded)
+        with _quiet():
+            save_shards(tensors, storage_writer=writer, no_dist=not engine.layout.sharded)
     if "extra" in contents:
         _save_rng(temporary / "rng" / f"rank{engine.layout.rank}.safetensors", engine.device)
     if "lora" in contents and engine.lora:
@@ -100,16 +103,7 @@ def load(engine: DiffusersFSDPEngine, path: Path) -> int:
         _set_steps(engine, record["optimizer"])
     if "extra" in wanted:
         engine.optimizer_steps, engine.skipped_steps = record["optimizer_steps"], record["skipped_steps"]
-        scheduler = engine.lr_scheduler
-        scheduler.last_epoch = record["scheduler_step"]
-        scheduler._step_count = record["scheduler_step"] + 1
-        # The rate follows from the step and the present config, so that a changed schedule takes effect on resume.
-        rates = [
-            base * f(scheduler.last_epoch) for base, f in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        ]
-        scheduler._last_lr = rates
-        for group, rate in zip(engine.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        engine.lr_scheduler.set_step(record["scheduler_step"])
         _load_rng(path / "rng" / f"rank{engine.layout.rank}.safetensors", engine.device)
     return int(record["global_step"])
 
@@ -163,11 +157,17 @@ def _load_tensors(engine: DiffusersFSDPEngine, path: Path, tensors: dict[str, Te
                 f"{name!r} is {list(size)} in {str(path)!r} and {list(tensors[name].shape)} here; "
                 f"use the lora_rank and the model of the run that saved it"
             )
-    load_shards(
-        {name: tensors[name] for name in sorted(expected)},
-        storage_reader=HuggingFaceStorageReader(str(folder)),
-        no_dist=not engine.layout.sharded,
-    )
+    wanted = {name: tensors[name] for name in sorted(expected)}
+    with _quiet():
+        load_shards(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not engine.layout.sharded)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch warns that a process without a group saves alone, which is what is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _record(

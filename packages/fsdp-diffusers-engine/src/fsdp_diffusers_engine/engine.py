@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from . import adapters, checkpoint, loading, loop, offload, optim, sharding, weights
 from .batch import SamplingMeta
 from .config import MISSING, CheckpointConfig, DiffusionModelConfig, FSDPEngineConfig, FSDPOptimizerConfig
-from .errors import EngineError, EngineStateError
+from .errors import EngineError, EngineStateError, nearest
 from .failures import shared_failure
 from .precision import dtype_of, keep_adapters_in
 from .states import WeightStates
@@ -53,7 +53,7 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, ABC):
     device: torch.device
     layout: sharding.Layout
     optimizer: torch.optim.Optimizer
-    lr_scheduler: torch.optim.lr_scheduler.LambdaLR
+    lr_scheduler: optim.LRSchedule
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, ABC):
         if not self.lora:
             self.states = WeightStates(self.trainable, self._state_names(), lambda: sharding.free_gathered(module))
         self.optimizer = optim.build_optimizer(self.trainable.values(), self.optimizer_config)
-        self.lr_scheduler = optim.build_scheduler(self.optimizer, self.optimizer_config)
+        self.lr_scheduler = optim.LRSchedule(self.optimizer, self.optimizer_config)
         self.optimizer_steps = self.skipped_steps = 0
         self._initialized = True
         self.to("cpu", model=engine.param_offload, optimizer=engine.optimizer_offload, grad=engine.param_offload)
@@ -277,13 +277,19 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, ABC):
         """Advance the schedule; returns the learning rate of the next optimizer step."""
         self._need("lr_scheduler_step")
         self.lr_scheduler.step()
-        return float(self.lr_scheduler.get_last_lr()[0])
+        return self.lr_scheduler.get_last_lr()[0]
 
     # ------------------------------------------------------------------ policy states
 
     def use_adapter(self, name: str) -> AbstractContextManager[Any]:
         """Run with the policy state ``name``; ``reference`` is the base (LoRA) or the kept start (full)."""
         self._need("use_adapter")
+        known = [adapters.REFERENCE, *adapters.adapter_names(self.module)]
+        if self.states is None and name not in known:
+            raise EngineError(
+                f"policy state {name!r} is not kept (there are {known}, nearest {nearest(name, known, 1)}); add it to "
+                f"policy_state_adapters"
+            )
         return super().use_adapter(name) if self.states is None else self.states.use(name)
 
     def disable_adapter(self) -> AbstractContextManager[Any]:

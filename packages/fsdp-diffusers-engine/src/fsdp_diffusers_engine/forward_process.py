@@ -11,7 +11,6 @@ preference pair share theirs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,38 +133,42 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
         self, micro_batch: Mapping[str, Any], loss_function: LossFunction | None, forward_only: bool, step: int
     ) -> tuple[Tensor | None, dict[str, Any]]:
         """The policy's velocity at one noise level of a micro-batch, with those of the old and reference policy."""
+        indices = range(micro_batch["sigma"].shape[1]) if step == loop.ALL_STEPS else (step,)
+        # Other policies go first: a full fine-tuning swaps weights for them, which no graph may be waiting for.
         config = losses.config_of(loss_function)
+        rows = [{} if forward_only else self._other_policies(micro_batch, index, config) for index in indices]
         outputs: list[dict[str, Any]] = []
-        rows: list[dict[str, Any]] = []
-        for index in range(micro_batch["sigma"].shape[1]) if step == loop.ALL_STEPS else (step,):
+        for index, row in zip(indices, rows, strict=True):
             inputs = self.prepare_model_inputs(micro_batch, index)
             velocity = self._velocity(inputs, micro_batch["meta"])
             if forward_only:
                 target = inputs["noise"] - inputs["x0"]
-                error = (velocity - target).square().flatten(1).mean(1)
-                return None, {"error": error, "sigma": inputs["sigma"]}
-            row = {key: micro_batch[key][:, index] for key in _PER_SAMPLE_OR_STEP if key in micro_batch}
+                return None, {"error": (velocity - target).square().flatten(1).mean(1), "sigma": inputs["sigma"]}
+            row |= {key: micro_batch[key][:, index] for key in _PER_SAMPLE_OR_STEP if key in micro_batch}
             row |= {"x0": inputs["x0"], "noise": inputs["noise"], "x_t": inputs["latents"], "sigma": inputs["sigma"]}
             if config is not None and config.needs_old_velocity:
-                row["old_velocity"] = velocity.detach()
-                if "old" in self.model_config.policy_state_adapters:
-                    row["old_velocity"] = self._velocity_of("old", inputs, micro_batch["meta"])
-            if config is not None and config.needs_reference:
-                state = self.forward_config.reference_state
-                shared = state == "old" and "old_velocity" in row
-                row["ref_velocity"] = (
-                    row["old_velocity"] if shared else self._velocity_of(state, inputs, micro_batch["meta"])
-                )
+                row.setdefault("old_velocity", velocity.detach())
             outputs.append({"velocity": velocity})
-            rows.append(row)
         return loop.apply_loss(self, loss_function, outputs, rows, micro_batch, step)
+
+    def _other_policies(
+        self, micro_batch: Mapping[str, Any], step: int, config: DiffusionLossConfig | None
+    ) -> dict[str, Any]:
+        """Velocities of the old and the reference policy, as far as the loss reads them."""
+        if config is None:
+            return {}
+        inputs, found = self.prepare_model_inputs(micro_batch, step), {}
+        reference = self.forward_config.reference_state if config.needs_reference else None
+        old = "old" if config.needs_old_velocity and "old" in self.model_config.policy_state_adapters else None
+        for state in dict.fromkeys(name for name in (old, reference) if name is not None):
+            with torch.no_grad(), self.use_adapter(state):
+                velocity = self._velocity(inputs, micro_batch["meta"])
+            found |= {"old_velocity": velocity} if state == old else {}
+            found |= {"ref_velocity": velocity} if state == reference else {}
+        return found
 
     def _velocity(self, inputs: Mapping[str, Any], meta: SamplingMeta) -> Tensor:
         return self.velocity(inputs["latents"], inputs["sigma"], inputs["cond"], inputs["negative"], meta)
-
-    def _velocity_of(self, state: str, inputs: Mapping[str, Any], meta: SamplingMeta) -> Tensor:
-        with torch.no_grad(), self.use_adapter(state) if state != "default" else nullcontext():
-            return self._velocity(inputs, meta)
 
 
 def _levels(config: ForwardProcessConfig, table: Tensor | None, generator: torch.Generator) -> Tensor:

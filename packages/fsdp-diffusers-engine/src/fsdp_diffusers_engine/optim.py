@@ -56,9 +56,32 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerCon
     )
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, config: FSDPOptimizerConfig) -> torch.optim.lr_scheduler.LambdaLR:
-    """The schedule of :func:`lr_factor` on ``optimizer``."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(config, step))
+class LRSchedule:
+    """Sets the learning rate of every parameter group to ``lr * lr_factor(step)``.
+
+    The rate is a function of the step and the config alone, so a resumed run needs the step and may change the config.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: FSDPOptimizerConfig) -> None:
+        self.optimizer = optimizer
+        self.config = config
+        self.last_epoch = 0
+        """Steps taken (torch's name for it)."""
+        self.set_step(0)
+
+    def set_step(self, step: int) -> None:
+        """Go to ``step``."""
+        self.last_epoch = step
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.lr * lr_factor(self.config, step)
+
+    def step(self) -> None:
+        """Go to the next step."""
+        self.set_step(self.last_epoch + 1)
+
+    def get_last_lr(self) -> list[float]:
+        """The rate in force, per parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:

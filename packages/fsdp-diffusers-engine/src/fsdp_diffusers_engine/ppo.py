@@ -150,18 +150,20 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             and config.needs_reference
             and config.reference_key not in micro_batch
         )
+        indices = range(micro_batch["latents"].shape[1]) if step == loop.ALL_STEPS else (step,)
+        # The reference goes first: a full fine-tuning swaps weights for it, which no graph may be waiting for.
+        rows = [self._reference(micro_batch, index) if want_reference else {} for index in indices]
         outputs: list[dict[str, Any]] = []
-        rows: list[dict[str, Any]] = []
-        for index in range(micro_batch["latents"].shape[1]) if step == loop.ALL_STEPS else (step,):
+        for index, row in zip(indices, rows, strict=True):
             inputs, output = self.replay_step(micro_batch, index)
-            row = {key: micro_batch[key][:, index] for key in (*_PER_STEP, *_PER_SAMPLE_OR_STEP) if key in micro_batch}
+            row |= {key: micro_batch[key][:, index] for key in (*_PER_STEP, *_PER_SAMPLE_OR_STEP) if key in micro_batch}
             row |= {key: inputs[key] for key in ("sigma", "sigma_next", "next_latents")}
-            if want_reference:
-                with torch.no_grad(), self.disable_adapter():
-                    _, base = self.replay_step(micro_batch, index)
-                row |= {"ref_means": base["means"], "ref_velocity": base["velocity"]}
             outputs.append(output)
-            rows.append(row)
         if forward_only:
             return None, {key: outputs[0][key] for key in ("log_probs", "means", "std")}
         return loop.apply_loss(self, loss_function, outputs, rows, micro_batch, step)
+
+    def _reference(self, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
+        with torch.no_grad(), self.disable_adapter():
+            _, base = self.replay_step(micro_batch, step)
+        return {"ref_means": base["means"], "ref_velocity": base["velocity"]}
