@@ -50,7 +50,7 @@ def test_cat_pads_to_the_longest_and_index_picks_rows() -> None:
     assert torch.equal(both.index(slice(0, 2)).trim().embeds, one.embeds)
     assert not both.full
     assert both.index([2]).full
-    with pytest.raises(SpecError, match="pooled vectors in some|some do not"):
+    with pytest.raises(SpecError, match="have pooled vectors and some do not"):
         PromptEmbeds.cat([one, batch(2)])
     with pytest.raises(SpecError, match="nothing to join"):
         PromptEmbeds.cat([])
@@ -135,7 +135,7 @@ def test_encoder_refuses_bad_input() -> None:
 def test_long_prompts_are_an_error_never_cropped(load: Callable[[str], Any], name: str) -> None:
     encoder = load(name).encoder
     prompt = "a red circle " * 8
-    with pytest.raises(PromptTooLongError, match="has [0-9]+ tokens") as caught:
+    with pytest.raises(PromptTooLongError, match=r"has [0-9]+ tokens") as caught:
         encoder.encode(["a cat", prompt], max_sequence_length=12)
     assert repr(prompt) in str(caught.value)
     assert "max_sequence_length is 12" in str(caught.value)

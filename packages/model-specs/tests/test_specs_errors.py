@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,9 @@ from model_specs import (
 
 
 @pytest.fixture
-def clean_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clean_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_BY_NAME", dict(registry._BY_NAME))
     monkeypatch.setattr(registry, "_entry_points_read", False)
-    yield
 
 
 def test_found_by_any_name() -> None:
@@ -79,7 +78,7 @@ def test_names_are_not_taken_over() -> None:
     class Thief(QwenImageSpec):
         name = "flux"
 
-    with pytest.raises(SpecError, match="'flux' is taken by FluxSpec|is taken by QwenImageSpec"):
+    with pytest.raises(SpecError, match="is taken by"):
         register(Thief)
     with pytest.raises(SpecError, match="not a subclass"):
         register(object)  # type: ignore[arg-type]
@@ -108,9 +107,8 @@ def test_bad_folders(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None
     with pytest.raises(SpecError, match="no tokenizer/tokenizer_config"):
         spec.load_encoder(tmp_path)
     (tmp_path / "transformer").mkdir()
-    (tmp_path / "transformer" / "config.json").write_text(
-        (tiny_folder("qwen_image") / "transformer/config.json").read_text()
-    )
+    config = "transformer/config.json"
+    (tmp_path / config).write_text((tiny_folder("qwen_image") / config).read_text())
     with pytest.raises(SpecError, match="Cannot load QwenImageTransformer2DModel"):
         spec.load_transformer(tmp_path)
 
@@ -120,7 +118,7 @@ def test_sizes() -> None:
     assert spec.latent_shape(512, 768) == (32 * 48, 64)
     assert get_spec("sd3").latent_shape(512, 768) == (16, 64, 96)
     assert get_spec("wan").latent_shape(480, 832, 81) == (16, 21, 60, 104)
-    with pytest.raises(SpecError, match="multiples of 16. The nearest size is 512x768"):
+    with pytest.raises(SpecError, match=r"multiples of 16\. The nearest size is 512x768"):
         spec.latent_shape(510, 768)
     with pytest.raises(SpecError, match="single images"):
         spec.latent_shape(512, 512, 5)

@@ -23,6 +23,12 @@ def compute_dtype(transformer: nn.Module) -> torch.dtype:
     return torch.float32
 
 
+def config_of(module: nn.Module) -> Any:
+    """The diffusers config of a network, also through the wrappers of FSDP2, DDP and `torch.compile`."""
+    inner = getattr(module, "module", module)
+    return inner.config
+
+
 def dynamic_shift(scheduler: Any, tokens: int) -> float:
     """The `mu` of resolution-dependent shifting: linear in the number of image tokens between two anchor points.
 
@@ -74,5 +80,5 @@ def to_uint8(image: Tensor) -> Tensor:
 
 def split_batch(latents: Tensor, pixels_per_sample: int) -> Sequence[Tensor]:
     """Cut a batch for decoding, so that memory stays flat: by 4 million pixels, on a CPU by what its caches like."""
-    budget = 32 * 1024 if latents.device.type == "cpu" else 4 * 1024 * 1024
+    budget = 128 * 1024 if latents.device.type == "cpu" else 4 * 1024 * 1024
     return latents.split(max(1, budget // max(1, pixels_per_sample)))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from model_specs import flops
 from model_specs.base import ModelSpec
-from model_specs.common import compute_dtype, dynamic_shift, linear_sigmas, timestep_of, unpack
+from model_specs.common import compute_dtype, config_of, dynamic_shift, linear_sigmas, timestep_of, unpack
 from model_specs.embeddings import PromptEmbeds, PromptEncoder
 from model_specs.errors import SpecError
 from model_specs.folders import load_part
@@ -91,7 +91,7 @@ class FluxSpec(ModelSpec):
         self.check_latents(latents, sigma, height, width, num_frames)
         batch, dtype, device = latents.shape[0], compute_dtype(transformer), latents.device
         guidance = None
-        if transformer.config.guidance_embeds:
+        if config_of(transformer).guidance_embeds:
             if guidance_scale is None:
                 raise SpecError(
                     "This FLUX.1 network was distilled with guidance and got guidance_scale=None: give a number "

@@ -17,6 +17,7 @@ from model_specs import flops
 from model_specs.base import ModelSpec
 from model_specs.common import (
     compute_dtype,
+    config_of,
     dynamic_shift,
     linear_sigmas,
     split_batch,
@@ -97,7 +98,7 @@ class QwenImageSpec(ModelSpec):
         batch, dtype = latents.shape[0], compute_dtype(transformer)
         cells = (1, height // self.size_multiple, width // self.size_multiple)
         guidance = None
-        if transformer.config.guidance_embeds:
+        if config_of(transformer).guidance_embeds:
             if guidance_scale is None:
                 raise SpecError("This Qwen-Image network was distilled with guidance: give guidance_scale.")
             guidance = torch.full((batch,), guidance_scale, device=latents.device, dtype=torch.float32)
@@ -129,7 +130,7 @@ class QwenImageSpec(ModelSpec):
     @torch.no_grad()
     def decode(self, vae: nn.Module, latents: Tensor, *, height: int, width: int, num_frames: int = 1) -> Tensor:
         self.latent_shape(height, width, num_frames)
-        config, dtype = vae.config, next(vae.parameters()).dtype
+        config, dtype = config_of(vae), next(vae.parameters()).dtype
         mean = torch.tensor(config.latents_mean, device=latents.device, dtype=dtype).view(1, -1, 1, 1, 1)
         inverse = 1.0 / torch.tensor(config.latents_std, device=latents.device, dtype=dtype).view(1, -1, 1, 1, 1)
         single_frame_convolutions(vae)

@@ -2,7 +2,7 @@
 
 The Qwen-Image and Wan autoencoders pad time with zeros in front only. With one frame, all but the last temporal slice
 of a kernel meet zeros, so a 2-D convolution with that slice gives the same sum at a third of the work: a decode on a
-CPU is about twice as fast. The change is made on the modules of one loaded autoencoder, never on a class.
+CPU takes less than a third of the time. The change is made on the modules of one loaded autoencoder, never on a class.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def qwen_tokenizer(corpus: list[str]) -> Any:
     plain = [text for line in corpus for text in _without_special(line)]
     blank.train_from_iterator([*plain, *(f" {word}" for word in WORDS)], trainer)
     model = json.loads(blank.to_str())["model"]
-    merges = [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in model["merges"]]
+    merges: Any = [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in model["merges"]]
     tokenizer = Qwen2Tokenizer(
         vocab=model["vocab"],
         merges=merges,
@@ -162,7 +162,8 @@ def t5_encoder(tokenizer: Any, width: int, *, umt5: bool = False) -> Any:
     """`T5EncoderModel` (SD3, FLUX.1) or `UMT5EncoderModel` (Wan), 2 layers."""
     from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
-    kind, encoder = (UMT5Config, UMT5EncoderModel) if umt5 else (T5Config, T5EncoderModel)
+    parts: Any = (UMT5Config, UMT5EncoderModel) if umt5 else (T5Config, T5EncoderModel)
+    kind, encoder = parts
     config = kind(
         vocab_size=len(tokenizer),
         d_model=width,

@@ -29,7 +29,7 @@ class WanExperts(ModelMixin, ConfigMixin, PeftAdapterMixin):  # type: ignore[mis
     ranks the same window step (the default), or rows of both kinds to each.
     """
 
-    config_name = "config.json"
+    config_name = "config.json"  # type: ignore[assignment]
     _supports_gradient_checkpointing = True
     _no_split_modules = ("WanTransformerBlock",)
     _repeated_blocks = ("WanTransformerBlock",)
