@@ -15,8 +15,6 @@ from tensordict import TensorDict
 class RayOnlineDPOTrainer(RayDiffusionTrainer):
     """Rollout → rewards → pairs per `uid` → update."""
 
-    rows_per_unit = 2  # a winner and its loser stay together
-
     def prepare_update(self, batch: TensorDict, step: int) -> tuple[TensorDict, Metrics]:
         """Rows winner, loser, winner, loser, …; ties and groups without a preference are skipped and counted."""
         algorithm = self.config.algorithm

@@ -33,6 +33,24 @@ class DiffusionLoss:
         return diffusion_loss(self.config, model_output, data, dp_group=dp_group)
 
 
+class FirstUpdateLoss(DiffusionLoss):
+    """The same loss on the first update after a rollout; it also measures how far sampler and trainer are apart.
+
+    While the weights are those that sampled, every difference of log-probs is noise of the two code paths and not policy:
+    ``actor/rollout_log_prob_diff_max`` is the floor below which a clip range means nothing.
+    """
+
+    def __call__(
+        self, model_output: Mapping[str, Any], data: Mapping[str, Any], dp_group: dist.ProcessGroup | None = None
+    ) -> Any:
+        """The loss of one micro-batch."""
+        result = super().__call__(model_output, data, dp_group)
+        if "rollout_log_probs" in data:
+            gap = (model_output["log_probs"].detach() - data["rollout_log_probs"]).abs().max()
+            result.metrics["actor/rollout_log_prob_diff_max"] = gap
+        return result
+
+
 def config_of(loss_function: Any) -> DiffusionLossConfig | None:
     """The loss's config, where it can be found: ``.config``, or an argument of a ``functools.partial``."""
     config = getattr(loss_function, "config", None)

@@ -23,7 +23,7 @@ from .engine import DiffusersFSDPEngine
 from .errors import EngineError, EngineStateError
 from .forward_process import ForwardProcessDiffusersFSDPEngine
 from .loop import gather_outputs
-from .losses import DiffusionLoss
+from .losses import DiffusionLoss, FirstUpdateLoss
 from .metrics import reduce_metrics
 from .ppo import PPODiffusersFSDPEngine
 
@@ -154,7 +154,7 @@ class TrainingWorker:
                 f"this rank has {data.batch_size[0]} samples for {pieces} mini-batches (units of {unit}); "
                 f"give every rank at least {pieces * unit}, or raise ppo_mini_batch_size={actor.ppo_mini_batch_size}"
             )
-        loss = DiffusionLoss(actor.diffusion_loss)
+        loss, first = DiffusionLoss(actor.diffusion_loss), FirstUpdateLoss(actor.diffusion_loss)
         rows: list[dict[str, Any]] = []
         start = time.perf_counter()
         with engine.train_mode():
@@ -164,7 +164,7 @@ class TrainingWorker:
                     mini = self._sized(data[chosen.flatten()])
                     mini.set_non_tensor("noise_seed", (step * actor.ppo_epochs + epoch) * pieces + number)
                     engine.optimizer_zero_grad()
-                    rows += engine.forward_backward_batch(mini, loss)
+                    rows += engine.forward_backward_batch(mini, first if epoch == number == 0 else loss)
                     rows.append(engine.step())
         metrics = reduce_metrics(rows)
         metrics |= self._speed(data, time.perf_counter() - start, loss.config)

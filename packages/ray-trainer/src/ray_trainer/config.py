@@ -95,8 +95,6 @@ class LoopConfig:
     seed: int = 0
     num_workers: int = 1
     """Training processes: one per GPU, or one on a CPU."""
-    log_prob_tolerance: float = 1e-6
-    """Warn when rollout and trainer disagree by more than this on the first update of a step."""
 
 
 @dataclass

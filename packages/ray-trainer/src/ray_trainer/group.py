@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from fsdp_diffusers_engine.metrics import reduce_metrics
 from omni_rollout.batching import plan_batches
 from omni_rollout.types import DiffusionOutput, GenerationRequest
 from tensordict import TensorDict
 
 from ray_trainer.config import RunConfig
 from ray_trainer.errors import TrainerError
-from ray_trainer.update import MetricLog
 from ray_trainer.workers import ActorRolloutRefWorker
 
 
@@ -21,10 +21,9 @@ class WorkerGroup:
 
     Args:
         config: of the run.
-        rows_per_unit: rows of an update that belong together.
     """
 
-    def __init__(self, config: RunConfig, rows_per_unit: int = 1):
+    def __init__(self, config: RunConfig):
         import ray
 
         self._ray, self.size = ray, config.trainer.num_workers
@@ -36,10 +35,7 @@ class WorkerGroup:
                 "set actor.fsdp_config.device=cpu"
             )
         actor = ray.remote(ActorRolloutRefWorker).options(num_gpus=int(use_gpu), num_cpus=0.5)
-        self.actors: list[Any] = [
-            actor.remote(config, rows_per_unit=rows_per_unit, rank=rank, world_size=self.size)
-            for rank in range(self.size)
-        ]
+        self.actors: list[Any] = [actor.remote(config, rank=rank, world_size=self.size) for rank in range(self.size)]
         # Rank 0 names the place where the process group meets; each call raises what went wrong while it started.
         meeting_point = ray.get(self.actors[0].meeting_point.remote())
         self.call("init_model", meeting_point)
@@ -54,10 +50,7 @@ class WorkerGroup:
 
     def update_actor(self, batch: TensorDict, step: int) -> dict[str, float]:
         """Optimizer steps on every worker with its share of the rows."""
-        merged = MetricLog()
-        for log in self._scatter("update_actor", batch, step):
-            merged.add(log)
-        return merged.result()
+        return reduce_metrics(self._scatter("update_actor", batch, step))
 
     def _scatter(self, method: str, batch: TensorDict, *args: Any) -> list[Any]:
         parts = batch.split(len(batch) // self.size, dim=0)

@@ -46,9 +46,6 @@ class RayDiffusionTrainer:
         echo: where lines for a person go.
     """
 
-    rows_per_unit = 1
-    """Rows of a batch that belong together and are shuffled and split as one: 2 for preference pairs."""
-
     def __init__(self, config: RunConfig, echo: Callable[[str], None] = print):
         self.config, self.echo = config, echo
         loop, data = config.trainer, config.data
@@ -76,7 +73,7 @@ class RayDiffusionTrainer:
         """
         loop = self.config.trainer
         self.run = open_run_dir(loop.run_dir, loop.on_existing, to_yaml(self.config))
-        self.workers = WorkerGroup(self.config, self.rows_per_unit)
+        self.workers = WorkerGroup(self.config)
         self.rollouts = Rollouts(self.config, self.workers)
         try:
             with StopRequest() as stop, asyncio.Runner() as runner:
@@ -146,6 +143,7 @@ class RayDiffusionTrainer:
         self._updated = step + 1
         metrics |= prepared | self.update_actor(data, step)
         clock.lap("time/update")
+        self._warn_about_noise(metrics)
         metrics |= self.workers.update_weights(step + 1)
         clock.lap("time/sync")
         done, loop = step + 1, self.config.trainer
@@ -160,6 +158,18 @@ class RayDiffusionTrainer:
         if done == loop.total_steps or (loop.save_every and done % loop.save_every == 0):
             self._save(done)
         self._append(done, metrics)
+
+    _warned = False
+
+    def _warn_about_noise(self, metrics: Metrics) -> None:
+        """Say once when rollout and trainer differ by more than the clip range: the clip then cuts noise, not policy."""
+        floor, clip = metrics.get("actor/rollout_log_prob_diff_max", 0.0), self.config.actor.diffusion_loss.clip_ratio
+        if floor > clip and not self._warned:
+            self._warned = True
+            self.live.note(
+                f"warning: log-probs of rollout and trainer differ by up to {floor:.2e}, more than clip_ratio={clip:g}; "
+                "set algorithm.old_log_probs=trainer, raise the clip, or use the same dtype on both sides"
+            )
 
     def _append(self, step: int, metrics: Metrics) -> None:
         self.writer.append(step, metrics)

@@ -35,11 +35,12 @@ def _check_model(location: str) -> str:
 
 def _check_reward(config: RewardConfig) -> None:
     """The reward's name and the names of its options; the reward itself is made in its workers."""
+    from image_rewards.errors import RewardError
     from image_rewards.registry import reward_class
 
     try:
         kind = reward_class(config.name)
-    except ValueError as error:
+    except RewardError as error:
         raise TrainerError(f"reward.name={config.name!r}: {error}") from error
     options = {key: value for key, value in config.options.items() if key != "video"}
     try:
@@ -66,6 +67,7 @@ def validate_config(config: RunConfig) -> list[str]:
     pipeline = _check_model(config.model.path)
     train, val = load_prompts(d.train_file), load_prompts(d.val_file)
     PromptSampler(train, d.prompts_per_step, t.seed)
+    _check_reward(config.reward)
     _require(
         r.n >= 2, f"rollout.n={r.n} is too small: advantages compare the samples of one prompt, so give at least 2"
     )

@@ -5,7 +5,6 @@ A plain class, so that it can be used without Ray; `group.WorkerGroup` makes a R
 
 from __future__ import annotations
 
-import datetime
 import resource
 import socket
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ from tensordict import TensorDict
 from ray_trainer.cluster import available_cpus
 from ray_trainer.config import RunConfig
 from ray_trainer.prompts import resolve
-from ray_trainer.update import MetricLog, UpdateLoss, mini_batches
 
 if TYPE_CHECKING:
     from lora_sync import LoRAPayload
@@ -30,22 +28,12 @@ class ActorRolloutRefWorker:
 
     Args:
         config: of the run.
-        role: what this worker does; "actor_rollout_ref" is the hybrid one.
-        rows_per_unit: rows of an update that belong together (2 for preference pairs).
+        role: what this worker does; "actor_rollout_ref", the hybrid one, is the only role there is.
         rank, world_size: of the training processes.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        role: str = "actor_rollout_ref",
-        *,
-        rows_per_unit: int = 1,
-        rank: int = 0,
-        world_size: int = 1,
-    ):
+    def __init__(self, config: RunConfig, role: str = "actor_rollout_ref", *, rank: int = 0, world_size: int = 1):
         self.config, self.role, self.rank, self.world_size = config, role, rank, world_size
-        self.rows_per_unit = rows_per_unit
         self.version = -1
         torch.set_num_threads(config.ray.worker_threads or max(available_cpus() // world_size, 1))
 
@@ -56,34 +44,22 @@ class ActorRolloutRefWorker:
             port = probe.getsockname()[1]
         return f"tcp://{socket.gethostbyname(socket.gethostname())}:{port}"
 
-    def init_model(self, meeting_point: str = "") -> None:
+    def init_model(self, meeting_point: str | None = None) -> None:
         """Join the process group when there are several processes, and build engine and backend."""
-        from fsdp_diffusers_engine import ForwardProcessDiffusersFSDPEngine, PPODiffusersFSDPEngine
+        from fsdp_diffusers_engine.config import TrainingWorkerConfig
+        from fsdp_diffusers_engine.worker import TrainingWorker
 
-        config = self.config
-        config.model.path = resolve("models", config.model.path)
-        settings = config.actor.fsdp_config
-        if self.world_size > 1:
-            torch.distributed.init_process_group(
-                "nccl" if torch.cuda.is_available() and settings.device != "cpu" else "gloo",
-                init_method=meeting_point,
-                rank=self.rank,
-                world_size=self.world_size,
-                timeout=datetime.timedelta(seconds=settings.timeout_s),
-            )
-        parts = (config.model, settings, config.actor.optim, config.actor.checkpoint)
-        self.engine: Any = (
-            ForwardProcessDiffusersFSDPEngine(*parts, config.actor.forward_process)
-            if config.actor.diffusion_loss.family == "forward_process"
-            else PPODiffusersFSDPEngine(*parts)
-        )
-        self.engine.initialize()
+        actor = self.config.actor
+        actor.model_config.path = resolve("models", actor.model_config.path)
+        self.trainer = TrainingWorker(TrainingWorkerConfig(actor, self.rank, self.world_size, meeting_point))
+        self.trainer.reset()
+        self.engine = self.trainer.engine
         self.backend = self._make_backend()
 
     def _make_backend(self) -> Any:
         from omni_rollout.diffusers_backend import DiffusersBackend
 
-        spec, path, rollout = self.engine.spec, self.config.model.path, self.config.rollout
+        spec, path, rollout = self.engine.spec, self.config.actor.model_config.path, self.config.rollout
         dtype = getattr(torch, rollout.dtype)
         return DiffusersBackend(
             spec,
@@ -111,56 +87,27 @@ class ActorRolloutRefWorker:
 
     def compute_log_prob(self, data: TensorDict) -> TensorDict:
         """`log_probs` [B, W] and `means` [B, W, …] of the stored transitions under the present weights."""
-        with self.engine.eval_mode():
-            return self._score(data)
+        return self.trainer.compute_log_prob(self._with_settings(data))
 
     def compute_ref_log_prob(self, data: TensorDict) -> TensorDict:
         """The same under the base policy: the same weights with the adapter off."""
-        with self.engine.eval_mode(), self.engine.disable_adapter():
-            return self._score(data)
-
-    def _score(self, data: TensorDict) -> TensorDict:
-        data = self._with_settings(data)
-        from fsdp_diffusers_engine import gather_outputs
-
-        outputs = gather_outputs(self.engine.forward_backward_batch(data, None, forward_only=True))
-        return TensorDict({key: outputs[key].cpu() for key in ("log_probs", "means")}, batch_size=data.batch_size[:1])
+        return self.trainer.compute_log_prob(self._with_settings(data), adapter="reference")
 
     def update_actor(self, data: TensorDict, step: int) -> dict[str, float]:
         """The optimizer steps of training step `step` on this process's rows; metrics averaged over micro-batches."""
-        actor = self.config.actor
         data = self._with_settings(data)
-        batches = mini_batches(
-            len(data),
-            actor.ppo_mini_batch_size // self.world_size,
-            epochs=actor.ppo_epochs,
-            shuffle=actor.shuffle,
-            seed=(seed := actor.data_loader_seed * 1_000_003 + step),
-            unit=self.rows_per_unit,
-        )
-        log = MetricLog()
-        with self.engine.train_mode():
-            for number, order in enumerate(batches):
-                mini = data[order]
-                mini.set_non_tensor("noise_seed", seed * 1009 + number)  # forward-process losses draw from it
-                self.engine.optimizer_zero_grad()
-                # On the first update of a step the weights are still those that sampled.
-                loss = UpdateLoss(actor.diffusion_loss, fresh=number == 0)
-                for metrics in self.engine.forward_backward_batch(mini, loss):
-                    log.add(metrics)
-                log.add({"actor/grad_norm": self.engine.optimizer_step(), "actor/lr": self.engine.lr_scheduler_step()})
-        return log.result()
+        data.set_non_tensor("global_step", step)
+        return dict(self.trainer.train_mini_batch(data)["metrics"])
 
     def _with_settings(self, data: TensorDict) -> TensorDict:
         """The batch with the sampler's settings, which the engine's forward repeats."""
-        rollout, actor = self.config.rollout, self.config.actor
+        rollout = self.config.rollout
         data = data.copy()
         for key, value in asdict(rollout.pipeline).items():
             if value is not None:
                 data.set_non_tensor(key, value)
         data.set_non_tensor("kind", rollout.algo.kind)
         data.set_non_tensor("noise_level", rollout.algo.noise_level)
-        data.set_non_tensor("micro_batch_size", actor.ppo_micro_batch_size_per_gpu)
         return data
 
     # ---- sync, checkpoints, export ---------------------------------------------------------------------------------------
@@ -180,17 +127,15 @@ class ActorRolloutRefWorker:
         return {"sync/version": float(payload.version), "sync/tensors_bound": float(receipt.tensors_bound)}
 
     def _payload(self, version: int) -> LoRAPayload:
-        from lora_sync import extract_lora
-
-        return extract_lora(self.engine.module, "default", version=version)
+        return self.trainer.save_weights(self.config.rollout.rollout_adapter, version=version)
 
     def save_checkpoint(self, path: str, step: int) -> None:
         """Everything that decides the next step, as the engine sees it."""
-        self.engine.save_checkpoint(path, global_step=step)
+        self.trainer.save_state(path, global_step=step)
 
     def load_checkpoint(self, path: str) -> None:
         """The counterpart of `save_checkpoint`."""
-        self.engine.load_checkpoint(path)
+        self.trainer.load_state(path)
 
     def export_lora(self, folder: str) -> str:
         """Write the adapter so that diffusers' `load_lora_weights(folder)` takes it; it is loaded again and compared."""
