@@ -92,7 +92,7 @@ def test_the_loop_minimises_and_calls_back_once():
     calls = []
     recipe = Recipe(0.1, (0.9, 0.99), 0.0, 5)
     log = train(
-        "test", parameters, losses, recipe, 0.5, lambda: calls.append("step"), {0.5: lambda: calls.append("half")}
+        "test", parameters, losses, recipe, 1.0, lambda: calls.append("step"), {0.5: lambda: calls.append("half")}
     )
     assert used.item() == pytest.approx(2.0, abs=0.2)
     assert log.steps == calls.count("step") > 50
@@ -125,8 +125,8 @@ def test_the_command_makes_a_folder_that_stock_diffusers_draws_with(tmp_path, mo
     )
     folder, log = tmp_path / "tiny", tmp_path / "log.json"
     status = cli.main(
-        ["--out", str(folder), "--seconds-vae", "1", "--seconds-transformer", "1", "--device", "cpu"]
-        + ["--prompts", str(prompts), "--seeds", "2", "--steps", "2", "--log", str(log)]
+        f"--out {folder} --seconds-vae 1 --seconds-transformer 1 --device cpu "
+        f"--prompts {prompts} --seeds 2 --steps 2 --log {log}".split()
     )
     assert status == 0
     out = capsys.readouterr().out
