@@ -20,9 +20,11 @@ from .errors import (
 from .export import export, load_any
 from .extract import extract_lora, stream_lora
 from .fingerprint import fingerprint
+from .merge import MergeReport, merge, merged_weights, unmerge
 from .names import NameMap, get_map, guess_map
 from .payload import LoRAPayload
 from .receipt import LoRAReceipt, verify
+from .weights import WeightBucket, WeightReceipt, load_weights, stream_weights, weights_complete
 
 __all__ = [
     "AdapterError",
@@ -33,6 +35,7 @@ __all__ = [
     "LoRAPayload",
     "LoRAReceipt",
     "LoRASyncError",
+    "MergeReport",
     "MissingExtraError",
     "NameMap",
     "NameMapError",
@@ -41,6 +44,8 @@ __all__ = [
     "TransportError",
     "TransportTimeoutError",
     "TruncatedPayloadError",
+    "WeightBucket",
+    "WeightReceipt",
     "WrongBaseError",
     "active_adapter",
     "applied_version",
@@ -53,7 +58,13 @@ __all__ = [
     "get_map",
     "guess_map",
     "load_any",
+    "load_weights",
+    "merge",
+    "merged_weights",
     "stream_lora",
+    "stream_weights",
+    "unmerge",
     "use_adapter",
     "verify",
+    "weights_complete",
 ]

@@ -133,7 +133,8 @@ def _pairs(module: nn.Module, source: str, target: str) -> list[tuple[str, torch
 
 
 def _alpha_state(module: nn.Module, adapter: str) -> dict[str, tuple[Any, Any]]:
-    return {n: (l.lora_alpha[adapter], l.scaling[adapter]) for n, l in layers_of(module, adapter).items()}
+    layers = layers_of(module, adapter)
+    return {name: (layer.lora_alpha[adapter], layer.scaling[adapter]) for name, layer in layers.items()}
 
 
 def _copy_alphas(module: nn.Module, source: str, target: str) -> None:

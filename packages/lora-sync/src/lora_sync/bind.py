@@ -185,9 +185,8 @@ def _prove(targets: dict[str, nn.Parameter], payload: LoRAPayload) -> str:
 
 
 def _alphas(module: nn.Module, adapter_name: str) -> dict[str, tuple[Any, Any]]:
-    return {
-        n: (l.lora_alpha[adapter_name], l.scaling[adapter_name]) for n, l in layers_of(module, adapter_name).items()
-    }
+    layers = layers_of(module, adapter_name)
+    return {name: (layer.lora_alpha[adapter_name], layer.scaling[adapter_name]) for name, layer in layers.items()}
 
 
 def _set_alphas(module: nn.Module, adapter_name: str, alphas: dict[str, Any]) -> None:

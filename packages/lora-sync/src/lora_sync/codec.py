@@ -13,7 +13,7 @@ import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -54,6 +54,16 @@ class Plan:
     @property
     def total(self) -> int:
         return len(self.header) + self.data_bytes
+
+
+class Entry(NamedTuple):
+    """One tensor of a header: bytes [first, last) of the data section."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    first: int
+    last: int
 
 
 def encode_plan(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Plan:
@@ -115,36 +125,46 @@ def decode(data: Any, origin: str = "payload") -> tuple[dict[str, Tensor], dict[
     size = buffer.numel()
     if size < 8:
         raise TruncatedPayloadError(f"{origin}: {size} bytes cannot hold even a header length; send or copy it again.")
-    header_len = int.from_bytes(buffer[:8].cpu().numpy().tobytes(), "little")
-    if header_len > _MAX_HEADER:
-        raise CorruptPayloadError(f"{origin}: header length {header_len} is absurd; this is no safetensors data.")
-    if 8 + header_len > size:
-        raise TruncatedPayloadError(f"{origin}: the header needs {8 + header_len} bytes and there are {size}.")
+    start = 8 + int.from_bytes(buffer[:8].cpu().numpy().tobytes(), "little")
+    if start > _MAX_HEADER:
+        raise CorruptPayloadError(f"{origin}: header length {start - 8} is absurd; this is no safetensors data.")
+    if start > size:
+        raise TruncatedPayloadError(f"{origin}: the header needs {start} bytes and there are {size}.")
+    entries, metadata = parse_header(buffer[8:start].cpu().numpy().tobytes(), origin)
+    return views(buffer[start:], entries, origin), metadata
+
+
+def parse_header(text: bytes, origin: str = "payload") -> tuple[list[Entry], dict[str, str]]:
+    """Entries by place, and metadata, from the JSON header. Raises ``CorruptPayloadError``."""
     try:
-        header = json.loads(buffer[8 : 8 + header_len].cpu().numpy().tobytes())
-        metadata = dict(header.pop("__metadata__", {}))
-        entries = [(n, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for n, e in header.items()]
+        header = json.loads(text)
+        metadata = {str(key): str(value) for key, value in header.pop("__metadata__", {}).items()}
+        entries = [Entry(n, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for n, e in header.items()]
+        entries.sort(key=lambda entry: (entry.first, entry.last))
         problem = _layout_problem(entries)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptPayloadError(f"{origin}: the header cannot be read ({error}); send or copy it again.") from error
     if problem:
         raise CorruptPayloadError(f"{origin}: {problem}; send or copy it again.")
-    body = size - 8 - header_len
-    need = max((last for *_, last in entries), default=0)
-    if body < need:
-        raise TruncatedPayloadError(f"{origin}: {need} bytes of data expected, {body} found; send or copy it again.")
-    if body > need:
-        raise CorruptPayloadError(f"{origin}: {body - need} bytes of data too many.")
-    start = 8 + header_len
-    return {
-        name: _view(buffer[start + first : start + last], _DTYPES[dtype], shape)
-        for name, dtype, shape, first, last in entries
-    }, metadata
+    return entries, metadata
 
 
-def _layout_problem(entries: Iterable[tuple[Any, ...]]) -> str | None:
+def views(data: Tensor, entries: Iterable[Entry], origin: str = "payload") -> dict[str, Tensor]:
+    """Typed views of the data section."""
+    entries = list(entries)
+    need = max((entry.last for entry in entries), default=0)
+    if data.numel() < need:
+        raise TruncatedPayloadError(
+            f"{origin}: {need} bytes of data expected, {data.numel()} found; send or copy it again."
+        )
+    if data.numel() > need:
+        raise CorruptPayloadError(f"{origin}: {data.numel() - need} bytes of data too many.")
+    return {e.name: _view(data[e.first : e.last], _DTYPES[e.dtype], e.shape) for e in entries}
+
+
+def _layout_problem(entries: Iterable[Entry]) -> str | None:
     place = 0
-    for name, dtype, shape, first, last in sorted(entries, key=lambda entry: (entry[3], entry[4])):
+    for name, dtype, shape, first, last in entries:
         if dtype not in _DTYPES:
             return f"tensor {name!r} has unknown dtype {dtype!r}"
         count = 1
@@ -180,7 +200,8 @@ def unseal(metadata: Mapping[str, str], origin: str = "payload") -> dict[str, An
         raise CorruptPayloadError(
             f"{origin}: no {META_KEY!r} metadata, so this was not written by lora_sync. Read it with load_any()."
         )
-    if xxhash.xxh3_128_hexdigest(text.encode()) != metadata.get(DIGEST_KEY):
+    digest = xxhash.xxh3_128_hexdigest(text.encode())
+    if digest != metadata.get(DIGEST_KEY) or metadata.get("format") != "pt":
         raise CorruptPayloadError(f"{origin}: the metadata do not match their digest; send or copy it again.")
     meta: dict[str, Any] = json.loads(text)
     return meta

@@ -22,8 +22,8 @@ _PEFT_PREFIX = "base_model.model."
 
 def neutral_name(name: str) -> str:
     """``base_model.model._orig_mod.blocks.0.to_q`` → ``blocks.0.to_q``."""
-    name = name.removeprefix(_PEFT_PREFIX)
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS)
+    bare = ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS)
+    return bare.removeprefix(_PEFT_PREFIX)
 
 
 def is_lora_layer(module: nn.Module) -> bool:

@@ -48,9 +48,10 @@ Z_IMAGE = NameMap(
                 for part in ("layers", "noise_refiner", "context_refiner")
                 for x in (
                     *(f"attention.{p}" for p in ("to_q", "to_k", "to_v", "to_out.0")),
-                    *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3", "adaLN_modulation.0"),
+                    *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
                 )
             ),
+            *("layers.{i}.adaLN_modulation.0", "noise_refiner.{i}.adaLN_modulation.0"),
             *("all_x_embedder.2-1", "all_final_layer.2-1.linear", "all_final_layer.2-1.adaLN_modulation.1"),
             *("cap_embedder.1", "t_embedder.mlp.0", "t_embedder.mlp.2"),
         ),

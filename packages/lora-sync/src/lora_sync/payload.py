@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .codec import Plan, as_buffer, decode, encode_plan, raw, seal, unseal, write_into
+from .codec import Plan, as_buffer, chunks, decode, encode_plan, raw, seal, unseal, write_into
 from .errors import CorruptPayloadError, PayloadError
 
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -106,13 +106,13 @@ class LoRAPayload:
         """alpha / r: the factor on B·A."""
         return self.alpha_of(module) / self.rank_of(module)
 
-    def compute_hash(self) -> str:
+    def compute_hash(self, digests: Mapping[str, str] | None = None) -> str:
         """Hash of the tensors as they are now."""
-        return content_hash(self.tensors, {name: self.alpha_of(name) for name in self.modules})
+        return content_hash(self.tensors, {name: self.alpha_of(name) for name in self.modules}, digests)
 
-    def check(self, origin: str = "payload") -> LoRAPayload:
+    def check(self, origin: str = "payload", digests: Mapping[str, str] | None = None) -> LoRAPayload:
         """Return self, or raise ``CorruptPayloadError`` when the tensors no longer match the hash."""
-        now = self.compute_hash()
+        now = self.compute_hash(digests)
         if now != self.hash:
             raise CorruptPayloadError(
                 f"{origin}: content hash is {now}, {self.hash} was promised for version {self.version}. The bytes changed "
@@ -164,15 +164,24 @@ class LoRAPayload:
 
     @classmethod
     def from_parts(
-        cls, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *, check: bool = True, origin: str = "payload"
+        cls,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        *,
+        check: bool = True,
+        digests: Mapping[str, str] | None = None,
+        origin: str = "payload",
     ) -> LoRAPayload:
-        """Tensors and `metadata` back to a payload."""
+        """Tensors and `metadata` back to a payload; ``digests`` are tensor hashes that the caller made on the way."""
         if meta.get("kind") != "lora" or meta.get("schema") != 1:
             raise CorruptPayloadError(
                 f"{origin}: kind {meta.get('kind')!r}, schema {meta.get('schema')!r}; this version reads kind 'lora', "
                 "schema 1."
             )
-        modules_of(tensors)
+        try:
+            modules_of(tensors)
+        except PayloadError as error:
+            raise CorruptPayloadError(f"{origin}: {error}") from error
         payload = cls(
             tensors=dict(tensors),
             rank=meta["rank"],
@@ -183,7 +192,7 @@ class LoRAPayload:
             base_fingerprint=meta["base_fingerprint"],
             alpha_pattern=meta["alpha_pattern"],
         )
-        return payload.check(origin) if check else payload
+        return payload.check(origin, digests) if check else payload
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write one safetensors file; readers see the old file or the whole new one, never a part."""
@@ -243,8 +252,6 @@ def content_hash(
 
 def write_atomically(target: Path, plan: Plan, tensors: Mapping[str, Tensor]) -> None:
     """Write beside the target, flush to disk, then rename: a reader never sees a half-written file."""
-    from .codec import chunks
-
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with open(scratch, "wb") as file:

@@ -1,0 +1,222 @@
+"""Binding and receipts: all of it or none of it, and a number for everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from lora_sync import (
+    AdapterError,
+    BindError,
+    CorruptPayloadError,
+    LoRAPayload,
+    LoRAReceipt,
+    LoRASyncError,
+    StaleVersionError,
+    WrongBaseError,
+    applied_version,
+    apply_lora,
+    extract_lora,
+    fingerprint,
+    verify,
+)
+
+
+@pytest.fixture
+def payload(tools):
+    module = tools.adapted(targets=("to_q", "to_out.0"))
+    return extract_lora(module, version=5, base_fingerprint=fingerprint(module))
+
+
+@pytest.fixture
+def receiver(tools):
+    module = tools.adapted(targets=("to_q", "to_out.0"))
+    tools.randomise(module, seed=77)
+    return module
+
+
+def probe(module):
+    layer = next(m for m in module.modules() if hasattr(m, "lora_A"))
+    return lambda: layer(torch.ones(1, layer.in_features))
+
+
+@pytest.mark.parametrize("take", [False, True])
+def test_binding_into_an_existing_adapter(payload, receiver, take):
+    old = extract_lora(receiver, version=0)
+    parameters = [p for p in receiver.parameters()]
+    receipt = apply_lora(receiver, payload, take=take, probe=probe(receiver))
+    verify(payload, receipt, previous_version=4, probe_floor=1e-6)
+    assert (receipt.version, receipt.modules_bound, receipt.tensors_bound, receipt.tensors_ignored) == (5, 8, 16, 0)
+    assert receipt.hash == payload.hash == extract_lora(receiver, version=0).hash != old.hash
+    assert all(a is b for a, b in zip(parameters, receiver.parameters(), strict=True))  # optimizers keep their grip
+    shared = {t.data_ptr() for t in payload.tensors.values()} & {p.data_ptr() for p in receiver.parameters()}
+    assert bool(shared) == take
+
+
+def test_binding_adds_the_adapter_when_it_is_missing(payload, tools):
+    module = tools.base()
+    receipt = verify(payload, apply_lora(module, payload, "policy"), probe_floor=None)
+    assert receipt.modules_bound == 8
+    assert extract_lora(module, "policy", version=0).hash == payload.hash
+    assert not any(p.requires_grad for n, p in module.named_parameters() if "lora_" in n)
+    tiny = tools.tiny["qwen_image"]
+    pictures = [tiny.picture(quiet(tiny.pipeline(m))) for m in (module, tools.adapted(targets=("to_q", "to_out.0")))]
+    assert torch.equal(*pictures)
+
+
+def quiet(pipe):
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_alpha_travels(payload, receiver):
+    stronger = LoRAPayload.build(payload.tensors, alphas=12.0, version=6)
+    apply_lora(receiver, stronger)
+    assert extract_lora(receiver, version=0).scale_of(payload.modules[0]) == 3.0
+
+
+def test_bfloat16_receiver_of_a_float32_adapter(payload, tools):
+    module = tools.adapted(targets=("to_q", "to_out.0"), dtype=torch.bfloat16)
+    receipt = apply_lora(module, payload)
+    verify(payload, receipt)
+    assert extract_lora(module, version=0).hash == payload.to(dtype=torch.bfloat16).hash
+
+
+def unchanged(module, action, error, match):
+    """The action fails by name and leaves every parameter, the active adapter and the record as they were."""
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    record = applied_version(module)
+    with pytest.raises(error, match=match) as caught:
+        action()
+    assert isinstance(caught.value, LoRASyncError)
+    after = dict(module.named_parameters())
+    assert set(after) == set(before)
+    assert all(torch.equal(after[n], v) for n, v in before.items())
+    assert applied_version(module) == record
+
+
+def test_old_versions_are_refused_and_retries_are_not(payload, receiver):
+    apply_lora(receiver, payload)
+    older = LoRAPayload.build({k: v + 1 for k, v in payload.tensors.items()}, alphas=8.0, version=4)
+    same = replace(older, version=5)
+    unchanged(receiver, lambda: apply_lora(receiver, older), StaleVersionError, "not newer")
+    unchanged(receiver, lambda: apply_lora(receiver, same), StaleVersionError, "not newer")
+    apply_lora(receiver, payload)  # the same again: an idempotent retry
+    apply_lora(receiver, older, allow_older=True)
+    assert applied_version(receiver) == (4, older.hash)
+
+
+def test_wrong_base_is_refused(payload, tools):
+    module = tools.adapted(targets=("to_q", "to_out.0"))
+    module.proj_out.base_layer.weight.data.mul_(2) if hasattr(module.proj_out, "base_layer") else (
+        module.proj_out.weight.data.mul_(2)
+    )
+    unchanged(module, lambda: apply_lora(module, payload), WrongBaseError, "was trained on")
+
+
+def test_wrong_architecture_is_refused(payload, tools):
+    module = tools.base("sd3")
+    anonymous = replace(payload, base_fingerprint=None)
+    unchanged(module, lambda: apply_lora(module, anonymous), BindError, "another architecture|is for a weight")
+
+
+def test_missing_extra_and_misshapen_tensors_are_refused(payload, tools, receiver):
+    fewer = tools.adapted(targets=("to_q",))
+    more = tools.adapted(targets=("to_q", "to_out.0", "to_k"))
+    unchanged(fewer, lambda: apply_lora(fewer, payload), BindError, "have no place")
+    unchanged(more, lambda: apply_lora(more, payload), BindError, "would keep old values")
+    wider = tools.adapted(targets=("to_q", "to_out.0"), rank=8)
+    unchanged(wider, lambda: apply_lora(wider, payload), BindError, "same rank")
+    unchanged(receiver, lambda: apply_lora(receiver, payload, "reference"), BindError, "every adapter off")
+
+
+@pytest.mark.parametrize("take", [False, True])
+def test_a_changed_payload_is_refused(payload, receiver, take):
+    payload.tensors[payload.modules[0] + ".lora_A.weight"][0, 0] += 1
+    unchanged(receiver, lambda: apply_lora(receiver, payload, take=take), CorruptPayloadError, "promised")
+
+
+@pytest.mark.parametrize("at", [0, 7, 15])
+def test_dying_in_the_middle_of_a_copy_restores_the_old_adapter(payload, receiver, monkeypatch, at):
+    from lora_sync import bind
+
+    count = 0
+    real = bind.copy_into
+
+    def failing(target, source):
+        nonlocal count
+        count += 1
+        real(target, source)
+        if count == at + 1:
+            raise BindError("the device is gone")
+
+    monkeypatch.setattr(bind, "copy_into", failing)
+    unchanged(receiver, lambda: apply_lora(receiver, payload), BindError, "device is gone")
+
+
+def test_dying_while_adding_an_adapter_removes_it(payload, tools, monkeypatch):
+    from lora_sync import bind
+
+    module = tools.base()
+    names = {n for n, _ in module.named_parameters()}
+    monkeypatch.setattr(bind, "copy_into", lambda target, source: (_ for _ in ()).throw(BindError("gone")))
+    with pytest.raises(BindError, match="gone"):
+        apply_lora(module, payload)
+    assert not any("lora_" in n for n, _ in module.named_parameters())
+    assert {n.replace(".base_layer", "") for n, _ in module.named_parameters()} == names
+    monkeypatch.undo()
+    verify(payload, apply_lora(module, payload))  # and it can be bound afterwards
+
+
+def test_a_receiver_that_drops_a_module_is_caught(payload):
+    good = LoRAReceipt(5, payload.hash, 8, 16)
+    assert verify(payload, good, previous_version=4) is good
+    bad = {
+        "modules": replace(good, modules_bound=7, tensors_bound=14),
+        "tensors": replace(good, tensors_bound=15),
+        "ignored": replace(good, tensors_ignored=2),
+    }
+    for receipt in bad.values():
+        with pytest.raises(BindError, match="sent 8 modules / 16 tensors"):
+            verify(payload, receipt)
+    with pytest.raises(BindError, match="bound 0 / 0"):
+        verify(payload, replace(good, modules_bound=0, tensors_bound=0))
+
+
+def test_verify_names_what_is_wrong(payload):
+    good = LoRAReceipt(5, payload.hash, 8, 16, probe_delta=0.0)
+    with pytest.raises(StaleVersionError, match="stale adapter"):
+        verify(payload, replace(good, version=4))
+    for previous in (5, 6):
+        with pytest.raises(StaleVersionError, match="larger version"):
+            verify(payload, good, previous_version=previous)
+    with pytest.raises(CorruptPayloadError, match="receiver holds"):
+        verify(payload, replace(good, hash="xxh3:00"))
+    with pytest.raises(BindError, match="does nothing"):
+        verify(payload, good, probe_floor=0.0)
+    with pytest.raises(BindError, match="None"):
+        verify(payload, replace(good, probe_delta=None), probe_floor=0.0)
+    with pytest.raises(BindError, match="nan"):
+        verify(payload, replace(good, probe_delta=float("nan")), probe_floor=0.0)
+    assert verify(payload, replace(good, probe_delta=1e-3), probe_floor=1e-4)
+
+
+def test_an_adapter_that_is_not_active_shows_in_the_probe(payload, tools):
+    module = tools.adapted(targets=("to_q", "to_out.0"), adapters=("default", "old"))
+    receipt = apply_lora(module, payload, "old", probe=probe(module))
+    assert receipt.probe_delta == 0.0
+    with pytest.raises(BindError, match="active adapter"):
+        verify(payload, receipt, probe_floor=0.0)
+
+
+def test_receipts_travel_as_json(payload):
+    receipt = LoRAReceipt(5, payload.hash, 8, 16, 0, 0.5)
+    assert LoRAReceipt.from_dict(receipt.to_dict()) == receipt
+    with pytest.raises(LoRASyncError, match="not a receipt"):
+        LoRAReceipt.from_dict({"version": 1})
+
+
+def test_binding_to_a_name_without_layers(tools):
+    with pytest.raises(AdapterError, match="not in this"):
+        extract_lora(tools.base(), version=1)
