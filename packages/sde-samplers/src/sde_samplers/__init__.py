@@ -3,7 +3,7 @@
 from .coefficients import StepCoefficients, step_coefficients
 from .errors import MissingDependencyError, NonFiniteError, ReplayMismatchError, SamplerError
 from .flash import flash_schedule
-from .logprob import default_form, gaussian_log_prob
+from .logprob import HALF_LOG_TWO_PI, default_form, gaussian_log_prob
 from .noise import draw_noise, initial_noise, sample_generator
 from .replay import replay
 from .rollout import rollout
@@ -24,6 +24,7 @@ from .windows import Decay, ExponentialDecay, Fixed, Progressive, Random, Random
 
 __all__ = [
     "FLUX_SHIFT",
+    "HALF_LOG_TWO_PI",
     "KINDS",
     "LOG_PROB_FORMS",
     "QWEN_IMAGE_SHIFT",

@@ -6,16 +6,17 @@ choices here (std per root of time, products in bf16, a density of zero-noise st
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from . import kernels
 from .coefficients import Scalar, StepCoefficients, step_coefficients
 from .errors import NonFiniteError, SamplerError
 from .logprob import check_form, log_prob_terms
 from .noise import Generators, draw_noise
-from .plain import plain_step
+from .plain import plain_mean, plain_step
 from .types import Kind, LogProbForm, SdeStep
 
 
@@ -110,25 +111,31 @@ def take_step(
     elements = sample.numel() // batch
     moved = StepCoefficients(*(_on(value, sample.device) for value in coefficients))
     terms: tuple[Scalar, Scalar] = (0.0, 1.0) if form is None else log_prob_terms(moved.std, elements, form)
-    std = (
-        moved.std.float().expand(batch)
-        if isinstance(moved.std, Tensor)
-        else torch.full((batch,), moved.std, dtype=torch.float32, device=sample.device)
-    )
-    if _use_fused(fused, sample):
-        from . import kernels
-
-        prev, log_prob = kernels.fused_step(sample, velocity, noise, prev_sample, moved, terms, storage_dtype)
-        mean = partial(_late_mean, sample, velocity, moved, _versions(sample, velocity))
-        step = SdeStep(prev, mean, std, None if form is None else log_prob)
+    std: Tensor | None = None
+    log_prob: Tensor | None = None
+    use_fused = _use_fused(fused, sample, velocity, noise, prev_sample)
+    compute_mean = kernels.fused_mean if use_fused else plain_mean
+    mean: Tensor | Callable[[], Tensor] = _late_mean(compute_mean, sample, velocity, moved)
+    if noise is None and prev_sample is None:
+        mean = mean()
+        prev = mean.detach()
+    elif use_fused:
+        prev, log_prob, std = kernels.fused_step(sample, velocity, noise, prev_sample, moved, terms, storage_dtype)
     else:
-        mean_now, prev, log_prob = plain_step(sample, velocity, noise, prev_sample, moved, terms, storage_dtype)
-        step = SdeStep(prev, mean_now, std, None if form is None else log_prob)
-    check = check_finite or (check_finite is None and sample.device.type == "cpu")
-    # The squared distance is NaN or inf as soon as one element of any input is, so [B] numbers tell.
-    if check and not bool(torch.isfinite(log_prob.detach()).all()):
-        raise non_finite(where, step_index, sample=sample, velocity=velocity, noise=noise, prev_sample=prev_sample)
-    return step
+        prev, log_prob = plain_step(sample, velocity, noise, prev_sample, moved, terms, storage_dtype)
+    if std is None:
+        total = moved.std
+        std = (
+            total.float().expand(batch)
+            if isinstance(total, Tensor)
+            else torch.full((batch,), total, dtype=torch.float32, device=sample.device)
+        )
+    if check_finite or (check_finite is None and sample.device.type == "cpu"):
+        # The squared distance is NaN or inf as soon as one element of any input is, so [B] numbers tell.
+        evidence = prev.flatten(1).sum(dim=1) if log_prob is None else log_prob.detach()
+        if not bool(torch.isfinite(evidence).all()):
+            raise non_finite(where, step_index, sample=sample, velocity=velocity, noise=noise, prev_sample=prev_sample)
+    return SdeStep(prev, mean, std, None if form is None else log_prob)
 
 
 def check_tensors(sample: Tensor, velocity: Tensor, *others: Tensor | None) -> None:
@@ -175,27 +182,36 @@ def non_finite(where: str, step_index: int | None, **tensors: Tensor | None) -> 
     )
 
 
-def _use_fused(fused: bool | None, sample: Tensor) -> bool:
-    if fused is False or (fused is None and not sample.is_cuda):
-        return False
-    from . import kernels
-
+def _use_fused(fused: bool | None, *tensors: Tensor | None) -> bool:
+    sample = tensors[0]
+    assert sample is not None
     if fused is None:
-        return kernels.wins(sample)
-    reason = kernels.why_unavailable(sample)
-    if reason is not None:
-        raise SamplerError(f"fused=True, but {reason}; pass fused=None to fall back to plain torch")
-    return True
+        return sample.is_cuda and kernels.wins(sample, *tensors[1:])
+    if fused:
+        reason = kernels.why_unavailable(sample, *tensors[1:])
+        if reason is not None:
+            raise SamplerError(f"fused=True, but {reason}; pass fused=None to fall back to plain torch")
+    return fused
 
 
 def _late_mean(
-    sample: Tensor, velocity: Tensor, coefficients: StepCoefficients, versions: tuple[int, int] | None
-) -> Tensor:
-    from . import kernels
+    compute: Callable[[Tensor, Tensor, StepCoefficients], Tensor],
+    sample: Tensor,
+    velocity: Tensor,
+    coefficients: StepCoefficients,
+) -> Callable[[], Tensor]:
+    """The mean on request, as if it had been computed now: the same inputs, the same grad mode."""
+    versions, with_grad = _versions(sample, velocity), torch.is_grad_enabled()
 
-    if versions != _versions(sample, velocity):
-        raise SamplerError("SdeStep.mean was first read after sample or velocity changed in place; read it before that")
-    return kernels.fused_mean(sample, velocity, coefficients)
+    def mean() -> Tensor:
+        if versions != _versions(sample, velocity):
+            raise SamplerError(
+                "SdeStep.mean is first read after sample or velocity changed in place; read it before that"
+            )
+        with torch.set_grad_enabled(with_grad):
+            return compute(sample, velocity, coefficients)
+
+    return mean
 
 
 def _versions(sample: Tensor, velocity: Tensor) -> tuple[int, int] | None:

@@ -30,8 +30,8 @@ class SdeStep:
 
     Attributes:
         prev_sample: [B, ...] fp32, detached. The sample that was drawn, or the one that was handed in to be scored.
-        mean: [B, ...] fp32, carries the gradient. On the fused path it is computed at the first access, since a loss
-            that reads only `log_prob` never needs it in memory.
+        mean: [B, ...] fp32, carries the gradient. Computed at the first access: a loss that reads only `log_prob` never
+            needs it in memory.
         std: [B] fp32, the TOTAL std of the transition (never the std per root of time); 0 for a deterministic one.
         log_prob: [B] fp32, mean over the latent elements; None for an ODE step or zero noise.
 
