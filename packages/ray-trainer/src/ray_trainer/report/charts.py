@@ -11,29 +11,16 @@ from .svg import Point, Series, line_chart, number, sparkline
 
 Rows = Sequence[dict[str, float]]
 
-# The reward of the training samples has had many names; the first one that a run logs is drawn.
-TRAIN_REWARD = ("reward/mean", "train/reward_mean", "critic/rewards/mean", "critic/score/mean", "reward_mean")
-TRAIN_STRICT = (
-    "reward/strict_mean",
-    "reward/strict",
-    "train/strict_mean",
-    "reward/components/strict",
-    "reward/strict/mean",
-)
-GRAD_NORM = ("actor/grad_norm", "optim/grad_norm", "grad_norm")
-LEARNING_RATE = ("actor/lr", "optim/lr", "lr")
-LOGPROB_GAP = ("rollout/logprob_diff_max", "rollout_corr/logprob_diff_max", "actor/rollout_logprob_diff_max")
 _NOT_A_PART = {"reward", "strict", "clean", "parts", "off"}
 
 
 def curves(rows: Rows) -> str:
-    """The main charts of a run."""
-    train_reward, train_strict = _first(rows, TRAIN_REWARD), _first(rows, TRAIN_STRICT)
-    charts = [
+    """The main charts of a run: what it was for first, then how the policy moved, then what it cost."""
+    judged = [
         line_chart(
             "Reward",
             [
-                Series("training samples", points(rows, train_reward), "c1", "smooth"),
+                Series("training samples", points(rows, "reward/mean"), "c1", "smooth"),
                 _validated(rows, "reward", "held-out prompts", "c2"),
             ],
             note="whiskers: one standard error",
@@ -41,45 +28,56 @@ def curves(rows: Rows) -> str:
         line_chart(
             "Strictly right",
             [
-                Series("training samples", points(rows, train_strict), "c1", "smooth"),
+                Series("training samples", points(rows, "reward/strict_mean"), "c1", "smooth"),
                 _validated(rows, "strict", "held-out prompts", "c2"),
             ],
             note="share of pictures",
         ),
         line_chart(
             "Parts, held out",
-            [_validated(rows, name, name, f"c{1 + i % 6}") for i, name in enumerate(_part_names(rows))]
+            [_validated(rows, name, name, f"c{1 + i}") for i, name in enumerate(_part_names(rows))]
             + [_validated(rows, "clean", "clean", "c6")],
             note="each judged alone",
         ),
-        line_chart(
-            "Distance from the base model",
-            [Series("KL", points(rows, "actor/kl_loss"), "c3", "smooth")],
-            note="KL to the reference",
-            floor=0.0,
-        ),
-        line_chart("Policy ratio", _ratio(rows), note="band: one standard deviation"),
-        line_chart(
-            "Clipped share",
-            [
-                Series("too high", points(rows, "actor/pg_clipfrac_higher"), "c4", "smooth"),
-                Series("too low", points(rows, "actor/pg_clipfrac_lower"), "c1", "smooth"),
-                Series("all", points(rows, "actor/pg_clipfrac"), "c5", "smooth"),
-            ],
-            floor=0.0,
-        ),
-        line_chart("Policy KL of one update", [Series("KL", points(rows, "actor/ppo_kl"), "c3", "smooth")]),
-        line_chart("Gradient norm", [Series("norm", points(rows, _first(rows, GRAD_NORM)), "c5", "smooth")], floor=0.0),
-        line_chart("Learning rate", [Series("rate", points(rows, _first(rows, LEARNING_RATE)), "c1")], floor=0.0),
-        line_chart(
-            "Rollout against trainer",
-            [Series("gap", points(rows, _first(rows, LOGPROB_GAP)), "c4")],
-            note="largest |Δ log-prob|",
-            floor=0.0,
-        ),
-        line_chart("Seconds per step", _times(rows), floor=0.0),
     ]
-    shown = "".join(charts)
+    moved = [
+        _chart(rows, "Distance from the base model", {"actor/kl_loss": "KL"}, note="KL to the reference"),
+        line_chart("Policy ratio", _ratio(rows), note="band: one standard deviation"),
+        _chart(
+            rows,
+            "Clipped share",
+            {
+                "actor/pg_clipfrac_higher": "too high",
+                "actor/pg_clipfrac_lower": "too low",
+                "actor/dppo_masked_fraction": "masked",
+            },
+        ),
+        _chart(rows, "Policy KL of one update", {"actor/ppo_kl": "KL"}),
+        _chart(
+            rows,
+            "Winners and losers",
+            {"actor/dpo_winner_gain": "gain on winners", "actor/dpo_loser_gain": "gain on losers"},
+            note="against the reference",
+        ),
+        _chart(rows, "Pairs ordered rightly", {"actor/dpo_accuracy": "share"}),
+        _chart(
+            rows,
+            "Loss",
+            {
+                "actor/dpo_loss": "DPO",
+                "actor/nft_positive_loss": "NFT, positive",
+                "actor/nft_negative_loss": "NFT, negative",
+                "actor/pg_loss": "policy gradient",
+            },
+        ),
+        _chart(rows, "Gradient norm", {"actor/grad_norm": "norm"}),
+        _chart(rows, "Learning rate", {"actor/lr": "rate"}),
+        _chart(
+            rows, "Rollout against trainer", {"actor/rollout_log_prob_diff_max": "gap"}, note="largest |Δ log-prob|"
+        ),
+    ]
+    cost = [line_chart("Seconds per step", _times(rows), floor=0.0, note="validation left out")]
+    shown = "".join([*judged, *moved, *cost])
     return f'<div class="charts">{shown}</div>' if shown else ""
 
 
@@ -108,8 +106,11 @@ def points(rows: Rows, key: str | None) -> list[Point]:
     return [(row["step"], row[key]) for row in rows if key in row] if key else []
 
 
-def _first(rows: Rows, keys: Sequence[str]) -> str | None:
-    return next((key for key in keys if any(key in row for row in rows)), None)
+def _chart(rows: Rows, title: str, keys: dict[str, str], note: str = "") -> str:
+    """A chart of training metrics by name; the axis includes zero, which all of them are measured from."""
+    shown = [(key, label) for key, label in keys.items() if any(key in row for row in rows)]
+    series = [Series(label, points(rows, key), f"c{1 + i}", "smooth") for i, (key, label) in enumerate(shown)]
+    return line_chart(title, series, note=note, floor=0.0)
 
 
 def _validated(rows: Rows, name: str, label: str, colour: str) -> Series:
@@ -134,14 +135,15 @@ def _ratio(rows: Rows) -> list[Series]:
 
 
 def _times(rows: Rows) -> list[Series]:
-    """The whole step and its five longest parts; what is not done in most steps (validation) is left out."""
-    totals = ("time/step", "time/step_s", "time/total")
-    keys = [key for key in metric_names(rows) if key.startswith("time/")]
-    keys = [key for key in keys if sum(key in row for row in rows) > len(rows) / 2]
-    total = next((key for key in totals if key in keys), None)
-    cost = {key: sum(y for _, y in points(rows, key) if math.isfinite(y)) for key in keys if key not in totals}
-    longest = sorted(cost, key=lambda key: cost[key], reverse=True)[: 5 if total else 6]
-    series = [Series("whole step", points(rows, total), "c1")] if total else []
-    first = len(series)
-    named = [(key.removeprefix("time/").removesuffix("_s"), key) for key in longest]
-    return series + [Series(name, points(rows, key), f"c{first + 1 + i}") for i, (name, key) in enumerate(named)]
+    """The whole step and its five longest parts. Validation, which few steps have, is taken out of both."""
+    keys = [key for key in metric_names(rows) if key.startswith("time/") and key not in ("time/step", "time/validate")]
+    cost = {key: sum(y for _, y in points(rows, key) if math.isfinite(y)) for key in keys}
+    longest = sorted(cost, key=lambda key: cost[key], reverse=True)[:5]
+    whole = [(row["step"], step_seconds(row)) for row in rows if "time/step" in row]
+    parts = [Series(key.removeprefix("time/"), points(rows, key), f"c{2 + i}") for i, key in enumerate(longest)]
+    return [Series("whole step", whole, "c1"), *parts]
+
+
+def step_seconds(row: dict[str, float]) -> float:
+    """Seconds of a training step without the validation that followed it; NaN where the row has none."""
+    return row.get("time/step", math.nan) - row.get("time/validate", 0.0)

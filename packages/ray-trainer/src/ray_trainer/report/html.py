@@ -13,7 +13,7 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
-from .charts import all_metrics, curves
+from .charts import all_metrics, curves, step_seconds
 from .environment import load_environment
 from .errors import ReportError
 from .gallery import Validation, load_validations
@@ -135,10 +135,7 @@ def _summary(rows: Sequence[dict[str, float]], validations: Sequence[Validation]
     steps = [row["step"] for row in rows]
     if steps:
         parts.append(f"{int(max(steps))} steps")
-    seconds = [
-        next((row[key] for key in ("time/step", "time/step_s", "time/total") if key in row), math.nan) for row in rows
-    ]
-    total = sum(value for value in seconds if math.isfinite(value))
+    total = sum(seconds for seconds in map(step_seconds, rows) if math.isfinite(seconds))
     if total:
         parts.append(f"{duration(total)} of training")
     if validations:

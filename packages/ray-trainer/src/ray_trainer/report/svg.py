@@ -38,6 +38,8 @@ def line_chart(title: str, series: Sequence[Series], *, note: str = "", floor: f
     if not drawn:
         return ""
     x_low, x_high, y_low, y_high = _ranges(drawn, floor)
+    if y_low == y_high == 0:
+        y_high = 1.0  # nothing happened: a line on the floor, not in mid-air
     y_ticks = nice_ticks(y_low, y_high, 4)
     y_low, y_high = min(y_low, y_ticks[0]), max(y_high, y_ticks[-1])
     axes = _Axes(x_low, x_high, y_low, y_high)
