@@ -21,6 +21,7 @@ BUILTIN = {
     "shapes": "image_rewards.shapes:ShapesReward",
     "jpeg_compressibility": "image_rewards.jpeg:JpegCompressibility",
     "jpeg_incompressibility": "image_rewards.jpeg:JpegIncompressibility",
+    "ocr": "image_rewards.ocr:OcrReward",
     "sharpness": "image_rewards.quality:SharpnessReward",
     "combine": "image_rewards.combine:CombinedReward",
 }

@@ -1,0 +1,223 @@
+"""`ocr`: reading clean words, and every kind of target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from image_rewards import MissingExtraError, RewardSample, RewardTargetError, load
+from image_rewards.ocr import ReadLine, reading_order
+from image_rewards.targets import check_prompt_file
+from image_rewards.text import edit_distance, match_texts, normalize, targets_of
+from PIL import Image, ImageDraw, ImageFont
+
+WORDS = """
+OPEN coffee Garden station music window Hello night River FLOWER bread Market Planet summer tiger
+Bridge yellow ocean Silver dream exit Winter Castle orange forest Theatre LONDON museum bakery
+pepper Rocket guitar HOTEL library Sunday mountain KITCHEN taxi Police school number ticket WELCOME
+closed doctor engine butter velvet
+""".split()  # noqa: SIM905
+
+
+def font_faces():
+    """Three faces that exist everywhere the tests run: Pillow's own and two of the system's or of OpenCV's."""
+    dejavu = Path("/usr/share/fonts/truetype/dejavu")
+    if (dejavu / "DejaVuSerif.ttf").exists() and (dejavu / "DejaVuSansMono.ttf").exists():
+        return ["aileron", dejavu / "DejaVuSerif.ttf", dejavu / "DejaVuSansMono.ttf"]
+    return ["aileron", "hershey-duplex", "hershey-complex"]
+
+
+def draw(text, face="aileron", size=24, canvas=(160, 96), ink=(20, 20, 20), paper=(255, 255, 255)):
+    """uint8 [3,H,W] with `text` in the middle."""
+    width, height = canvas
+    if str(face).startswith("hershey"):
+        import cv2
+
+        picture = np.full((height, width, 3), paper, np.uint8)
+        kind = cv2.FONT_HERSHEY_DUPLEX if face.endswith("duplex") else cv2.FONT_HERSHEY_COMPLEX
+        (w, h), _ = cv2.getTextSize(text, kind, size / 30, 1)
+        cv2.putText(picture, text, ((width - w) // 2, (height + h) // 2), kind, size / 30, ink, 1, cv2.LINE_AA)
+        return picture.transpose(2, 0, 1).copy()
+    font = ImageFont.load_default(size) if face == "aileron" else ImageFont.truetype(str(face), size)
+    image = Image.new("RGB", canvas, paper)
+    pen = ImageDraw.Draw(image)
+    left, top, right, bottom = pen.multiline_textbbox((0, 0), text, font=font)
+    pen.multiline_text(((width - right - left) / 2, (height - bottom - top) / 2), text, font=font, fill=ink)
+    return np.asarray(image).transpose(2, 0, 1).copy()
+
+
+@pytest.fixture(scope="module")
+def ocr():
+    pytest.importorskip("rapidocr")
+    return load("ocr")
+
+
+def test_two_hundred_clean_words_in_three_fonts_and_sizes(ocr):
+    rng = np.random.default_rng(0)
+    samples = []
+    for i in range(200):
+        word, face, size = WORDS[rng.integers(len(WORDS))], font_faces()[i % 3], (16, 22, 30)[i // 3 % 3]
+        ink, paper = ((20, 20, 20), (255, 255, 255)) if i % 2 else ((245, 240, 200), (30, 45, 70))
+        samples.append(RewardSample(draw(word, face, size, ink=ink, paper=paper), metadata={"text": word}, index=i))
+    results = load("ocr", ignore_case=False).score(samples)
+    wrong = [s.metadata["text"] for s, r in zip(samples, results, strict=True) if r.components["exact"] != 1]
+    print(f"exact {1 - len(wrong) / 200:.3f}; wrong: {wrong}")
+    assert len(wrong) <= 10
+    order = rng.permutation(200)[:20]
+    assert ocr.score([samples[i] for i in order]) == [ocr(samples[i]) for i in order]
+
+
+def test_wrong_missing_and_blank_text(ocr):
+    picture = draw("OPEN")
+    right, near, wrong = (ocr(RewardSample(picture, metadata={"text": t})) for t in ("OPEN", "OPEL", "music"))
+    assert right.score == 1.0
+    assert near.components["edit"] == 0.75
+    assert near.score == 0.375
+    assert wrong.components["edit"] == 0.0
+    assert wrong.components["extra"] == 1.0
+    blank = ocr(RewardSample(np.full((3, 96, 160), 255, np.uint8), metadata={"text": "OPEN"}))
+    assert (blank.score, blank.components["lines"], blank.components["blank"]) == (0.0, 0.0, 1.0)
+
+
+def test_prompts_quotes_and_several_lines(ocr):
+    picture = draw("OPEN\nmusic", size=26, canvas=(160, 128))
+    for prompt in ('a sign that says "OPEN" and "music"', "a door, “music” above “open”"):
+        assert ocr(RewardSample(picture, prompt)).score == 1.0, prompt
+    assert ocr(RewardSample(picture, metadata={"text": "open\nmusic"})).score == 1.0
+    assert ocr(RewardSample(picture, metadata={"text": ["open", "open"]})).components["exact"] == 0.0
+    assert ocr(RewardSample(picture, metadata={"text": "open"})).components["extra"] == pytest.approx(5 / 9)
+
+
+def test_letters_that_the_engine_lacks_are_refused_before_training(ocr):
+    ocr.check_target("", {"text": "茶馆 №5 café"})
+    with pytest.raises(RewardTargetError, match="cannot read"):
+        ocr.check_target("", {"text": "བོད"})
+    result = ocr(RewardSample(draw("OPEN"), metadata={"text": "བོད"}))
+    assert result.error is not None
+    assert result.error.startswith("RewardTargetError")
+
+
+def test_tiny_and_odd_pictures_do_not_crash(ocr):
+    for shape in ((3, 1, 1), (3, 1, 3000), (3, 6, 3000), (3, 3000, 8), (3, 5, 5)):
+        assert ocr(RewardSample(np.zeros(shape, np.uint8), metadata={"text": "x"})).score == 0.0
+    assert ocr(RewardSample(draw("OPEN", size=110, canvas=(1600, 400)), metadata={"text": "OPEN"})).score == 1.0
+    assert ocr(RewardSample(draw("OPEN", size=20, canvas=(400, 30)), metadata={"text": "OPEN"})).score == 1.0
+
+
+def test_video_of_words(ocr):
+    frames = np.stack([draw("OPEN"), draw("music")])
+    assert load("ocr", video="mean")(RewardSample(frames, metadata={"text": "OPEN"})).score == 0.5
+    assert load("ocr", video="max")(RewardSample(frames, metadata={"text": "OPEN"})).score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "metadata", "expected"),
+    [
+        ("", {"text": "OPEN"}, ["OPEN"]),
+        ("", {"text": ["a", "b c"]}, ["a", "b c"]),
+        ("", {"text": '"OPEN"'}, ["OPEN"]),
+        ("", {"text": "“OPEN”"}, ["OPEN"]),
+        ("", {"text": 'say "hi" and "bye"'}, ['say "hi" and "bye"']),
+        ("", {"text": '"hi" and "bye"'}, ['"hi" and "bye"']),
+        ("", {"text": "it's"}, ["it's"]),
+        ('a sign "OPEN 24h"', {}, ["OPEN 24h"]),
+        ("„Guten Tag“ und «bonjour»", {}, ["Guten Tag", "bonjour"]),
+        ("招牌「茶馆」", {}, ["茶馆"]),
+        ("a shop called 'Tea' in Anna's street", {}, ["Tea"]),
+        ('the "quoted" one', {"text": "metadata wins"}, ["metadata wins"]),
+    ],
+)
+def test_targets(prompt, metadata, expected):
+    assert targets_of(prompt, metadata) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "metadata", "words"),
+    [
+        ("a cat", {}, "no part in quotes"),
+        ("Anna's cat's toy", {}, "no part in quotes"),
+        ('a sign ""', {}, "empty"),
+        ("", {"text": ""}, "empty"),
+        ("", {"text": " \n\u200b"}, "empty"),
+        ("", {"text": []}, "not empty"),
+        ("", {"text": 5}, "text=5"),
+        ("", {"text": ["a", None]}, "list of strings"),
+    ],
+)
+def test_unusable_targets(prompt, metadata, words):
+    with pytest.raises(RewardTargetError, match=words):
+        targets_of(prompt, metadata)
+
+
+def test_normalization():
+    assert normalize("ＯＰＥＮ") == "open"
+    assert normalize("cafe\u0301") == normalize("café")
+    assert normalize("STRASSE") == normalize("straße")
+    assert normalize("it’s – “ok”") == 'it\'s-"ok"'
+    assert normalize("a b\n\tc\u200b\ufeff") == "abc"
+    assert normalize("Open", ignore_case=False) == "Open"
+
+
+def test_edit_distance_against_the_recursive_definition():
+    def slow(a, b):
+        if not a or not b:
+            return len(a) + len(b)
+        return min(slow(a[1:], b) + 1, slow(a, b[1:]) + 1, slow(a[1:], b[1:]) + (a[0] != b[0]))
+
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        a, b = ("".join(rng.choice(list("abc"), rng.integers(0, 6))) for _ in range(2))
+        assert edit_distance(a, b) == slow(a, b)
+
+
+def test_matching_does_not_care_how_the_engine_cuts():
+    for words in (["open", "24h"], ["open24h"], ["op", "en", "24", "h"]):
+        match = match_texts(["OPEN 24h"], words)
+        assert (match.exact, match.edit, match.extra) == (1.0, 1.0, 0.0), words
+    assert match_texts(["cat"], ["concatenate"]).exact == 0.0
+    assert match_texts(["a", "a"], ["a"]).edit == 0.5
+    assert match_texts(["long text", "text"], ["text", "long", "text"]).exact == 1.0
+    assert match_texts(["x"], []).edit == 0.0
+
+
+def test_reading_order_is_by_rows():
+    def line(text, x, y):
+        return ReadLine(text, 1.0, (x, y, x + 10, y + 10))
+
+    lines = [line("d", 50, 32), line("b", 50, 3), line("c", 0, 30), line("a", 0, 0)]
+    assert [x.text for x in reading_order(lines)] == ["a", "b", "c", "d"]
+
+
+def test_prompt_files_are_checked_with_file_and_line(tmp_path):
+    class Quoted:
+        def check_target(self, prompt, metadata):
+            targets_of(prompt, metadata)
+
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": 'a "b"'}, {"prompt": "nothing"}, {"prompt": "x", "metadata": {"text": ""}}]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    with pytest.raises(RewardTargetError) as caught:
+        check_prompt_file(Quoted(), path)
+    assert f"{path}:2:" in str(caught.value)
+    assert f"{path}:3:" in str(caught.value)
+    assert f"{path}:1:" not in str(caught.value)
+    path.write_text(json.dumps(rows[0]))
+    assert check_prompt_file(Quoted(), path) == 1
+    for text, words in (
+        ("{", "not JSON"),
+        ('{"text": 1}', "not of the form"),
+        ('{"prompt": "a", "metadata": 3}', ":1:"),
+    ):
+        path.write_text(text)
+        with pytest.raises(RewardTargetError, match=words):
+            check_prompt_file(Quoted(), path)
+
+
+def test_a_missing_engine_names_the_install_command(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'image-rewards\[ocr\]'"):
+        load("ocr").check_target("", {"text": "x"})
