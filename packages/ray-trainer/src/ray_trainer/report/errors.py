@@ -1,7 +1,9 @@
-"""The one error of the report package."""
+"""The one error of the report."""
 
 from __future__ import annotations
 
+from ray_trainer.errors import TrainerError
 
-class ReportError(ValueError):
+
+class ReportError(TrainerError):
     """A metric, a picture or a run folder that the report cannot use; the message says what to change."""
