@@ -154,6 +154,8 @@ def test_velocity_refuses_what_does_not_fit(load: Callable[[str], Any]) -> None:
         velocity(x, sigma, cond, guidance_scale=1.0, true_cfg_scale=2.0)
     with pytest.raises(SpecError, match="pooled"):
         velocity(x, sigma, PromptEmbeds(cond.embeds, cond.mask), guidance_scale=1.0)
+    with pytest.raises(SpecError, match=r"no text mask and got prompt rows with padding, \[16\] of 20"):
+        velocity(x, sigma, cond.pad_to(20), guidance_scale=1.0)
 
 
 def test_import_is_light() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from model_specs import SpecError, get_spec_for
+from model_specs.common import compute_dtype
 from torch import distributed as dist
 
 NAMES = ["qwen_image", "sd35", "flux", "z_image", "wan", "wan_5b"]
@@ -164,6 +165,28 @@ def test_sharded_transformer_is_called_the_same(load: Callable[[str], Any], name
     torch.testing.assert_close(velocity.detach(), expected, rtol=0, atol=1e-5)
     velocity.square().mean().backward()
     assert any(p.grad is not None for p in network.parameters())
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.parametrize("name", NAMES)
+def test_fp32_shards_that_compute_in_bf16(load: Callable[[str], Any], name: str) -> None:
+    """The sharded network says that it computes in bf16, and does what a bf16 network does."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    loaded = load(name)
+    x, sigma, cond, options = inputs(loaded)
+    network = loaded.spec.load_transformer(loaded.folder).requires_grad_(False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    for module in network.modules():
+        if type(module).__name__ in (network._no_split_modules or ()):
+            fully_shard(module, mp_policy=policy)
+    fully_shard(network, mp_policy=policy)
+    assert compute_dtype(network) == torch.bfloat16
+    assert next(network.parameters()).dtype == torch.float32
+    with torch.no_grad():
+        velocity = loaded.spec.velocity(network, x, sigma, cond, **options)
+        expected = loaded.spec.velocity(loaded.transformer, x, sigma, cond, **options)
+    assert (velocity - expected).std() / expected.std() < 0.1
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -58,14 +58,14 @@ def run(loaded: Any, ours: dict[str, Any], theirs: dict[str, Any], height: int, 
     else:
         loaded.scheduler.set_timesteps(**options)
     sigmas = loaded.scheduler.sigmas
-    x = noise
+    assert torch.equal(loaded.steps[0].latents, noise)
     for i, step in enumerate(loaded.steps):
         assert sigmas[i] == step.sigma
         with torch.no_grad():
             velocity = loaded.spec.velocity(
                 loaded.transformer,
-                x,
-                sigmas[i].expand(len(x)),
+                step.latents,
+                sigmas[i].expand(len(noise)),
                 cond,
                 negative=negative,
                 num_frames=frames,
@@ -75,8 +75,8 @@ def run(loaded: Any, ours: dict[str, Any], theirs: dict[str, Any], height: int, 
         assert velocity.dtype == torch.float32
         assert velocity.std() > 0.05  # the network says something
         torch.testing.assert_close(velocity, step.velocity, rtol=0, atol=1e-5)
-        x = x + (sigmas[i + 1] - sigmas[i]) * velocity
-        torch.testing.assert_close(x, step.next_latents, rtol=0, atol=1e-5)
+        stepped = step.latents + (sigmas[i + 1] - sigmas[i]) * velocity
+        torch.testing.assert_close(stepped, step.next_latents, rtol=0, atol=1e-5)
 
     pixels = loaded.spec.decode(loaded.vae, loaded.steps[-1].next_latents, num_frames=frames, **size)
     expected = torch.from_numpy((picture * 255).round().astype(np.uint8)).movedim(-1, -3)

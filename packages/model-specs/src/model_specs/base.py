@@ -245,6 +245,15 @@ class ModelSpec(ABC):
             )
         return negative
 
+    def unpadded(self, prompts: PromptEmbeds) -> PromptEmbeds:
+        """The prompts, or SpecError if a row has padding: for networks without a text mask, which would attend to it."""
+        if not prompts.full:
+            raise SpecError(
+                f"{self.name} has no text mask and got prompt rows with padding, {prompts.mask.sum(1).tolist()} of "
+                f"{prompts.mask.shape[1]} tokens: encode all of a batch with one max_sequence_length."
+            )
+        return prompts
+
     def pooled_of(self, prompts: PromptEmbeds) -> Tensor:
         """The pooled vectors [B, C], or SpecError for an architecture that cannot do without."""
         if prompts.pooled is None:

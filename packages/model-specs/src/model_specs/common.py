@@ -12,10 +12,15 @@ from model_specs.errors import SpecError
 
 
 def compute_dtype(transformer: nn.Module) -> torch.dtype:
-    """Dtype of the base weights.
+    """Dtype in which the base weights compute.
 
-    Adapters (often fp32 beside a bf16 base) and what the architecture keeps in fp32 on purpose do not count.
+    Adapters (often fp32 beside a bf16 base) and what the architecture keeps in fp32 on purpose do not count. Under
+    FSDP2 it is the mixed-precision policy's `param_dtype`, if set: shards may be fp32 while the forward is bf16. Use
+    that policy with `cast_forward_inputs=False`: timesteps and rotary angles would not survive a cast to bf16.
     """
+    sharded = getattr(transformer, "_get_fsdp_state", None)
+    if sharded is not None and sharded()._mp_policy.param_dtype is not None:
+        return sharded()._mp_policy.param_dtype
     kept = tuple(getattr(transformer, "_keep_in_fp32_modules", None) or ())
     for name, parameter in transformer.named_parameters():
         if parameter.is_floating_point() and "lora_" not in name and not any(part in name for part in kept):

@@ -102,7 +102,7 @@ class FluxSpec(ModelSpec):
         image_ids = grid_ids(height // self.size_multiple, width // self.size_multiple, device)
 
         def predict(prompts: PromptEmbeds) -> Tensor:
-            prompts = prompts.expand(batch)
+            prompts = self.unpadded(prompts).expand(batch)
             return transformer(
                 hidden_states=x_BSC,
                 timestep=timestep,

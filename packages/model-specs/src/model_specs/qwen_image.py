@@ -105,13 +105,13 @@ class QwenImageSpec(ModelSpec):
         x_BSC, timestep = latents.to(dtype), timestep_of(sigma) / 1000
 
         def predict(prompts: PromptEmbeds) -> Tensor:
-            prompts = prompts.expand(batch)
+            mask = None if prompts.full else prompts.expand(batch).mask
             return transformer(
                 hidden_states=x_BSC,
                 timestep=timestep,
                 guidance=guidance,
-                encoder_hidden_states=prompts.embeds.to(dtype),
-                encoder_hidden_states_mask=None if prompts.full else prompts.mask,
+                encoder_hidden_states=prompts.expand(batch).embeds.to(dtype),
+                encoder_hidden_states_mask=mask,
                 img_shapes=[[cells]] * batch,
                 return_dict=False,
             )[0].float()

@@ -91,9 +91,9 @@ class SD3Spec(ModelSpec):
         self.check_latents(latents, sigma, height, width, num_frames)
         batch, dtype = latents.shape[0], compute_dtype(transformer)
         guiding = self.guiding_prompts(negative, true_cfg_scale)
-        prompts, x_BCHW, timestep = cond.expand(batch), latents.to(dtype), timestep_of(sigma)
+        prompts, x_BCHW, timestep = self.unpadded(cond).expand(batch), latents.to(dtype), timestep_of(sigma)
         if guiding is not None:
-            prompts = PromptEmbeds.cat([guiding.expand(batch), prompts])
+            prompts = self.unpadded(PromptEmbeds.cat([guiding.expand(batch), prompts]))
             x_BCHW, timestep = x_BCHW.repeat(2, 1, 1, 1), timestep.repeat(2)
         predicted = transformer(
             hidden_states=x_BCHW,

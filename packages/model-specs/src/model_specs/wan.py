@@ -152,7 +152,7 @@ class WanSpec(ModelSpec):
             timestep = timestep[:, None].expand(batch, frames * (rows // 2) * (columns // 2))
 
         def predict(prompts: PromptEmbeds) -> Tensor:
-            embeds = prompts.expand(batch).embeds.to(dtype)
+            embeds = self.unpadded(prompts).expand(batch).embeds.to(dtype)
             return transformer(
                 hidden_states=x_BCTHW, timestep=timestep, encoder_hidden_states=embeds, return_dict=False
             )[0].float()
