@@ -87,6 +87,7 @@ def run(app: App, argv: list[str] | None = None) -> int:
         if dry_run:
             print(to_yaml(config) + "".join(f"# {line}\n" for line in plan), end="")
             return 0
+        print("\n".join(plan), flush=True)
         return app.train(config)
     except TrainerError as error:
         print(f"{app.name}: error: {error}", file=sys.stderr)

@@ -36,9 +36,14 @@ class WorkerGroup:
             )
         actor = ray.remote(ActorRolloutRefWorker).options(num_gpus=int(use_gpu), num_cpus=0.5)
         self.actors: list[Any] = [actor.remote(config, rank=rank, world_size=self.size) for rank in range(self.size)]
-        # Rank 0 names the place where the process group meets; each call raises what went wrong while it started.
-        meeting_point = ray.get(self.actors[0].meeting_point.remote())
-        self.call("init_model", meeting_point)
+        try:
+            # Rank 0 names the place where the process group meets.
+            meeting_point = ray.get(self.actors[0].meeting_point.remote()) if self.size > 1 else None
+            self.call("init_model", meeting_point)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, ValueError):  # what a person can mend: one line, not a remote traceback
+                raise TrainerError(str(error.cause)) from error
+            raise
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on every worker; their answers by rank."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,10 @@ from ray_trainer.report import (
     MetricsWriter,
     compare,
     load_validations,
+    save_environment,
     save_validation,
     summarize,
+    truncate_validations,
     write_report,
 )
 from ray_trainer.rollouts import Rollouts
@@ -72,16 +75,17 @@ class RayDiffusionTrainer:
             TrainingFailed: a step failed; its state lies in the run folder.
         """
         loop = self.config.trainer
-        self.run = open_run_dir(loop.run_dir, loop.on_existing, to_yaml(self.config))
-        self.workers = WorkerGroup(self.config)
-        self.rollouts = Rollouts(self.config, self.workers)
-        try:
-            with StopRequest() as stop, asyncio.Runner() as runner:
-                self._runner = runner
-                self._fit(stop)
-        finally:
-            self.rollouts.close()
-            self.workers.close()
+        with ExitStack() as stack:
+            # Workers first: what they refuse is refused before anything is written.
+            self.workers = WorkerGroup(self.config)
+            stack.callback(self.workers.close)
+            self.rollouts = Rollouts(self.config, self.workers)
+            stack.callback(self.rollouts.close)
+            self.run = open_run_dir(loop.run_dir, loop.on_existing, to_yaml(self.config))
+            save_environment(self.run.path, self.workers.call("describe")[0])
+            stop = stack.enter_context(StopRequest())
+            self._runner = stack.enter_context(asyncio.Runner())
+            self._fit(stop)
 
     def _fit(self, stop: StopRequest) -> None:
         loop = self.config.trainer
@@ -107,9 +111,11 @@ class RayDiffusionTrainer:
         done = checkpoint.latest(self.run.checkpoints) if self.run.resuming else None
         if done is None:
             self.writer.truncate_after(-1)
+            truncate_validations(self.run.path, -1)
         else:
             self.workers.call("load_checkpoint", str(checkpoint.step_folder(self.run.checkpoints, done)))
             self.writer.truncate_after(done)
+            truncate_validations(self.run.path, done)
             self.echo(f"resuming {self.run.path} after step {done}")
         # The first sync: no sample is drawn before the sampler has proved that it holds the trainer's weights.
         self.workers.update_weights(done or 0)

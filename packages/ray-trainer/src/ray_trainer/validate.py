@@ -1,4 +1,4 @@
-"""Refuse, before anything is started or written, what cannot work; and say in a few lines what would run."""
+"""Refuse, before anything is started or written, what cannot work; and say in a few lines what will run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def validate_config(config: RunConfig) -> list[str]:
     """Check values, files and folders of a config.
 
     Returns:
-        What would run, a line each.
+        What will run, a line each.
 
     Raises:
         TrainerError: the first thing that cannot work, with the key, its value and what to change.
@@ -103,7 +103,7 @@ def validate_config(config: RunConfig) -> list[str]:
     samples = d.prompts_per_step * r.n
     held_out = min(len(val), d.val_max_prompts)
     return [
-        f"would train {pipeline} at {r.pipeline.height}x{r.pipeline.width} with loss {a.diffusion_loss.loss_mode}, "
+        f"trains {pipeline} at {r.pipeline.height}x{r.pipeline.width} with loss {a.diffusion_loss.loss_mode}, "
         f"LoRA rank {config.model.lora_rank}, reward {config.reward.name}",
         f"{t.total_steps} steps of {d.prompts_per_step} prompts x {r.n} samples = {samples} samples, "
         f"{updates_per_step(config)} update(s) each",

@@ -143,6 +143,11 @@ class ActorRolloutRefWorker:
 
         return str(export(self._payload(max(self.version, 0)), "diffusers", folder, architecture=self.engine.spec.name))
 
+    def describe(self) -> dict[str, str]:
+        """What trains where, for the report."""
+        parameters = sum(p.numel() for p in self.engine.module.parameters() if p.requires_grad)
+        return {"device": str(self.engine.device), "trained parameters": f"{parameters:,}"}
+
     def memory_gb(self) -> float:
         """Peak resident memory of this process, in GB (1e9 bytes); on CUDA the peak of allocated device memory."""
         if self.engine.device.type == "cuda":
