@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from diffusion_losses import DiffusionLossConfig, LossError, diffusion_loss
+from diffusion_losses import DiffusionLossConfig, LossError, clipped_surrogate, diffusion_loss, mean_kl, velocity_kl
 
 B, W, D = 3, 2, (2, 2)
 POLICY = {
@@ -176,6 +176,26 @@ def test_clip_cuts_the_gradient_on_one_side_only(log_ratio, advantage, zero):
     diffusion_loss(DiffusionLossConfig(clip_ratio=0.05), {"log_probs": leaf}, data).loss.backward()
     want = 0.0 if zero else -advantage * torch.tensor(log_ratio).exp().item()
     assert leaf.grad.item() == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("space", ["log_ratio", "ratio"])
+@pytest.mark.parametrize("clip", [1e-3, 0.2])
+def test_the_clip_lies_exactly_at_one_plus_minus_epsilon(space, clip):
+    for bound, sign in ((1.0 - clip, -1.0), (1.0 + clip, 1.0)):
+        for offset, cut in ((-1e-9, False), (1e-9, True)):
+            leaf = torch.tensor([bound + sign * offset], dtype=torch.float64).log().requires_grad_()
+            advantage = torch.tensor([sign], dtype=torch.float64)
+            clipped_surrogate(leaf, advantage, clip, space=space).sum().backward()
+            assert (leaf.grad == 0).all() == cut
+
+
+def test_the_reference_of_a_kl_is_a_constant():
+    for function, kind in ((mean_kl, "std"), (mean_kl, "unscaled"), (velocity_kl, "velocity")):
+        policy, reference = (draw(2, 3, seed=i).requires_grad_() for i in (30, 31))
+        scale = {} if function is velocity_kl else {"std": 1.0}
+        function(policy, reference, kind=kind, **scale).sum().backward()
+        assert policy.grad.abs().min() > 0
+        assert reference.grad is None
 
 
 def test_guard_keeps_the_whole_gradient_where_fp32_ratios_tie():

@@ -68,6 +68,7 @@ class Steps:
         log_probs = require_full_precision(name, require(model_output, "log_probs", "model_output", mode))
         shape = step_shape(name, log_probs)
         old = require_full_precision("data['old_log_probs']", require(data, "old_log_probs", "data", mode)).detach()
+        old = old.to(log_probs.device)
         if old.shape != shape:
             raise LossError(
                 f"data['old_log_probs'] has shape {tuple(old.shape)} but log_probs has {tuple(shape)}; "
@@ -78,7 +79,7 @@ class Steps:
         mask = read_mask(data, shape, log_probs)
         refuse_non_finite(mask, log_probs=log_probs, old_log_probs=old, advantages=advantages)
         zero = torch.zeros_like(log_probs)
-        log_ratio = torch.where(mask, log_probs - old.to(log_probs.device), zero)
+        log_ratio = torch.where(mask, log_probs - old, zero)
         advantages = torch.where(mask, advantages, zero)
         if clamp:
             advantages = advantages.clamp(-config.adv_clip_max, config.adv_clip_max)
