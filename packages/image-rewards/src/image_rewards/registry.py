@@ -23,6 +23,7 @@ BUILTIN = {
     "jpeg_incompressibility": "image_rewards.jpeg:JpegIncompressibility",
     "ocr": "image_rewards.ocr:OcrReward",
     "sharpness": "image_rewards.quality:SharpnessReward",
+    "http": "image_rewards.http:HttpReward",
     "combine": "image_rewards.combine:CombinedReward",
 }
 

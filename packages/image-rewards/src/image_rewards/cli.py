@@ -1,0 +1,153 @@
+"""The command line.
+
+    python -m image_rewards score --reward ocr PICTURES     a folder, or JSON lines {"image", "prompt", "metadata"}
+    python -m image_rewards check --reward ocr PROMPTS      every target of a prompt file, before training
+    python -m image_rewards serve --reward ocr --port 8100  the scorer service
+    python -m image_rewards list                            every reward that can be loaded
+
+Exit status: 0 when all is well, 1 when some picture has no score or some prompt no target, 2 for a wrong command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from image_rewards.base import Reward, RewardResult
+from image_rewards.batching import Limits
+from image_rewards.errors import RewardConfigError, RewardError
+from image_rewards.folders import read_samples
+from image_rewards.registry import available, load
+from image_rewards.sheet import by_score, contact_sheet
+from image_rewards.targets import check_prompt_file
+
+TOKEN_ENV = "IMAGE_REWARDS_TOKEN"
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and options."""
+    top = argparse.ArgumentParser(prog="python -m image_rewards", description="Score generated pictures and videos.")
+    commands = top.add_subparsers(dest="command", required=True)
+
+    def command(name: str, help_text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help_text, description=help_text)
+        sub.add_argument("--reward", required=True, help="name, or module:Class")
+        sub.add_argument(
+            "--option", action="append", default=[], metavar="KEY=VALUE", help="option; the value is JSON or text"
+        )
+        sub.add_argument("--video", default=None, help="how frames are combined: mean, min, max, median, first, last")
+        return sub
+
+    score = command("score", "Score a folder of pictures, or JSON lines.")
+    score.add_argument("path", type=Path)
+    score.add_argument("--out", type=Path, default=None, help="write results as JSON lines")
+    score.add_argument("--html", type=Path, default=None, help="write a contact sheet sorted by score")
+    score.add_argument(
+        "--root", type=Path, default=None, help="folder that JSON lines' pictures must be in (default: theirs)"
+    )
+    score.add_argument("--top", type=int, default=20, help="rows of the table (0 = all)")
+    check = command("check", "Check every target of a prompt file.")
+    check.add_argument("path", type=Path)
+    serve = command("serve", f"Serve a reward over HTTP. The bearer token is read from {TOKEN_ENV}.")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8100)
+    serve.add_argument("--threads", type=int, default=1, help="batches scored at a time")
+    serve.add_argument("--timeout-s", type=float, default=120.0, help="longest time of a request")
+    serve.add_argument("--max-body-mb", type=int, default=64)
+    serve.add_argument("--max-queue", type=int, default=2048, help="samples waiting or being scored")
+    commands.add_parser("list", help="List the rewards that can be loaded.")
+    return top
+
+
+def options_of(pairs: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE pairs; a value that is JSON is read as JSON."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise RewardConfigError(f"--option {pair!r} is not of the form KEY=VALUE.")
+        try:
+            options[key] = json.loads(value)
+        except json.JSONDecodeError:
+            options[key] = value
+    return options
+
+
+def table(names: Sequence[str], results: Sequence[RewardResult], limit: int) -> str:
+    """Best first: score, picture, components."""
+    order = by_score(results)
+    shown = order[:limit] if limit > 0 else order
+    width = max([len(names[i]) for i in shown] + [7])
+    columns = list(dict.fromkeys(key for i in shown for key in results[i].components))
+    lines = [f"{'score':>10}  {'picture':<{width}}  " + "  ".join(columns)]
+    for i in shown:
+        result = results[i]
+        if result.ok:
+            cells = "  ".join(
+                f"{result.components[c]:>{len(c)}.4g}" if c in result.components else " " * len(c) for c in columns
+            )
+            lines.append(f"{result.score:>10.4g}  {names[i]:<{width}}  {cells}")
+        else:
+            lines.append(f"{'-':>10}  {names[i]:<{width}}  {(result.error or '').splitlines()[0]}")
+    if len(shown) < len(order):
+        lines.append(f"... {len(order) - len(shown)} more")
+    return "\n".join(lines)
+
+
+def run_score(reward: Reward, arguments: argparse.Namespace) -> int:
+    """`score`."""
+    names, results, kept = [], [], []
+    with open(arguments.out or os.devnull, "w", encoding="utf-8") as out:
+        for batch in read_samples(arguments.path, arguments.root, reward.batch_size):
+            scored = iter(reward.score([item.sample for item in batch if item.error is None]))
+            for item in batch:
+                result = next(scored) if item.error is None else RewardResult.failed(item.error)
+                names.append(item.name)
+                results.append(result)
+                if arguments.html is not None:
+                    kept.append(item.sample)
+                score = result.score if result.ok else None
+                row = {"image": item.name, "score": score, "components": result.components, "error": result.error}
+                out.write(json.dumps({**row, "prompt": item.sample.prompt}, ensure_ascii=False) + "\n")
+    if arguments.html is not None:
+        arguments.html.write_text(contact_sheet(kept, results, f"{reward.name}: {arguments.path}"), encoding="utf-8")
+    print(table(names, results, arguments.top))
+    failed = sum(not result.ok for result in results)
+    if failed:
+        print(f"{failed} of {len(results)} have no score.", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    arguments = parser().parse_args(argv)
+    try:
+        if arguments.command == "list":
+            for name, target in sorted(available().items()):
+                print(f"{name:<24} {target}")
+            return 0
+        reward = load(arguments.reward, video=arguments.video, **options_of(arguments.option))
+        if arguments.command == "score":
+            return run_score(reward, arguments)
+        if arguments.command == "check":
+            count = check_prompt_file(reward, arguments.path)
+            print(f"{count} prompts, every target usable.")
+            return 0
+        from image_rewards.server import serve
+
+        limits = Limits(
+            body_bytes=arguments.max_body_mb << 20,
+            queue_samples=arguments.max_queue,
+            timeout_s=arguments.timeout_s,
+            threads=arguments.threads,
+        )
+        serve(reward, host=arguments.host, port=arguments.port, token=os.environ.get(TOKEN_ENV, ""), limits=limits)
+        return 0
+    except (RewardError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1 if arguments.command == "check" else 2

@@ -1,0 +1,119 @@
+"""POST with retries: what the HTTP scorer's client and the judge share. Standard library only, no proxies, no
+redirects."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import random
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from image_rewards.errors import (
+    RewardConfigError,
+    RewardError,
+    RewardInputError,
+    RewardServiceError,
+    RewardTimeoutError,
+)
+
+T = TypeVar("T")
+RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+MAX_ANSWER = 16 << 20
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where and how to ask.
+
+    url           http(s)://host[:port]/path
+    token_env     name of the environment variable that holds the bearer token; "" for none. Tokens are never options, so
+                  that they end up in no config file and no log
+    timeout_s     for one attempt
+    deadline_s    for all attempts and the waits between them
+    max_retries   further attempts after the first
+    backoff_s     wait before the first retry; doubles each time, up to 10 s, and is shortened by up to a half at random
+    """
+
+    url: str
+    token_env: str = ""
+    timeout_s: float = 60.0
+    deadline_s: float = 300.0
+    max_retries: int = 4
+    backoff_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise RewardConfigError(f"url={self.url!r} must look like http://host:port/path.")
+        if min(self.timeout_s, self.deadline_s) <= 0 or self.max_retries < 0 or self.backoff_s < 0:
+            raise RewardConfigError(f"{self!r}: timeouts must be positive, max_retries and backoff_s not negative.")
+        if self.token_env and not os.environ.get(self.token_env):
+            raise RewardConfigError(f"token_env={self.token_env!r}: this environment variable is not set, or empty.")
+
+
+def post(endpoint: Endpoint, body: bytes, content_type: str, read: Callable[[bytes], T]) -> T:
+    """Send `body` and return `read(answer)`.
+
+    Retried: connection errors, timeouts, the statuses of an overloaded or broken server, and answers that `read`
+    refuses with `RewardServiceError`. Not retried: statuses that say the request is wrong. When the attempts or the
+    deadline run out, the last error is raised with their number.
+    """
+    end = time.monotonic() + endpoint.deadline_s
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            left = end - time.monotonic()
+            return read(_once(endpoint, body, content_type, min(endpoint.timeout_s, max(left, 0.01))))
+        except RewardServiceError as error:
+            wait = min(10.0, endpoint.backoff_s * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+            late = time.monotonic() + wait >= end
+            if attempt > endpoint.max_retries or late:
+                why = f"the deadline of {endpoint.deadline_s} s" if late else f"{attempt} attempts"
+                raise type(error)(f"{error.message} (given up after {why})") from error
+        time.sleep(wait)
+
+
+def _once(endpoint: Endpoint, body: bytes, content_type: str, timeout: float) -> bytes:
+    parts = urlsplit(endpoint.url)
+    assert parts.hostname is not None
+    headers = {"Content-Type": content_type, "Accept": "application/json"}
+    if endpoint.token_env:
+        headers["Authorization"] = f"Bearer {os.environ[endpoint.token_env]}"
+    connection: http.client.HTTPConnection
+    if parts.scheme == "https":
+        connection = http.client.HTTPSConnection(
+            parts.hostname, parts.port, timeout=timeout, context=ssl.create_default_context()
+        )
+    else:
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout)
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    try:
+        connection.request("POST", path, body, headers)
+        response = connection.getresponse()
+        answer = response.read(MAX_ANSWER + 1)
+    except TimeoutError as error:
+        raise RewardTimeoutError(f"{endpoint.url} gave no answer in {timeout:.1f} s.") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise RewardServiceError(f"{endpoint.url} could not be asked: {type(error).__name__}: {error}") from error
+    finally:
+        connection.close()
+    if len(answer) > MAX_ANSWER:
+        raise RewardInputError(f"{endpoint.url} answered with more than {MAX_ANSWER} bytes.")
+    if response.status != 200:
+        raise _status_error(endpoint.url, response.status, answer)
+    return answer
+
+
+def _status_error(url: str, status: int, answer: bytes) -> RewardError:
+    message = f"{url} answered {status}: {answer[:500].decode('utf-8', 'replace')}"
+    if status in RETRY_STATUS:
+        return RewardServiceError(message)
+    if status in (400, 411, 413, 415, 422):
+        return RewardInputError(message)
+    return RewardConfigError(message)

@@ -1,0 +1,183 @@
+"""The scorer service: `python -m image_rewards serve --reward ocr --port 8100`.
+
+    POST /score    samples in, results out (`wire.py` has the format)
+    GET  /health   200 while the reward answers, 503 when it is stuck; no token
+    GET  /metrics  counters in Prometheus' text format
+
+It listens on the loopback interface unless told otherwise, and then only with a bearer token. Every body is counted
+while it is read, so a large one costs no more memory than the limit.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from image_rewards.base import Reward, RewardResult
+from image_rewards.batching import Batcher, Limits, OverloadedError
+from image_rewards.errors import RewardConfigError, RewardError, RewardInputError, RewardTimeoutError, missing_extra
+from image_rewards.manager import ImageRewardManager
+from image_rewards.wire import decode_samples, encode_results
+
+log = logging.getLogger("image_rewards.server")
+
+
+class _RefusedError(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def create_app(reward: Reward, *, token: str = "", limits: Limits | None = None) -> Any:
+    """The FastAPI application around `reward`. token: required as "Authorization: Bearer ..." where not empty."""
+    try:
+        from fastapi import FastAPI, Request, Response
+        from fastapi.responses import JSONResponse, PlainTextResponse
+    except ImportError as error:
+        raise missing_extra("fastapi", "server", "the scorer service") from error
+
+    limits = limits or Limits()
+    batcher: Batcher | None = None
+    inflight = 0
+    statuses: dict[int, int] = {}
+
+    @asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        nonlocal batcher
+        batcher = Batcher(ImageRewardManager(reward), reward.batch_size, limits)
+        batcher.start()
+        yield
+        await batcher.stop()
+        reward.close()
+
+    app = FastAPI(title="image-rewards", lifespan=lifespan, openapi_url=None)
+
+    def authorize(request: Request) -> None:
+        given = request.headers.get("authorization", "")
+        if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            raise _RefusedError(401, "this scorer needs its bearer token.")
+
+    async def read_body(request: Request) -> bytes:
+        """The body, never more than the limit; the caller gives its bytes back to `inflight`."""
+        nonlocal inflight
+        announced = request.headers.get("content-length", "")
+        if not announced.isdigit():
+            raise _RefusedError(411, "say the body's size in Content-Length.")
+        size = int(announced)
+        if size > limits.body_bytes:
+            raise _RefusedError(
+                413, f"the body of {size} bytes is over the limit of {limits.body_bytes}. Send fewer samples."
+            )
+        if inflight + size > limits.inflight_bytes:
+            raise OverloadedError(f"{inflight} bytes are in flight; {size} more would pass {limits.inflight_bytes}.")
+        inflight += size
+        body = bytearray()
+        try:
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > size:
+                    raise _RefusedError(400, f"the body is longer than its Content-Length of {size}.")
+        except BaseException:
+            inflight -= size
+            raise
+        if len(body) != size:
+            inflight -= size
+            raise _RefusedError(400, f"the body ends after {len(body)} of {size} bytes.")
+        return bytes(body)
+
+    async def handle(request: Request) -> Response:
+        nonlocal inflight
+        authorize(request)
+        assert batcher is not None
+        kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+        body = await read_body(request)
+        size = len(body)
+        try:
+            samples = decode_samples(body, kind, limits.request_samples)
+            results = await batcher.score(samples)
+        finally:
+            inflight -= size
+        return Response(encode_results([_told(result) for result in results]), media_type="application/json")
+
+    async def score(request: Request) -> Response:
+        try:
+            response = await handle(request)
+        except _RefusedError as error:
+            response = JSONResponse({"error": str(error)}, error.status)
+        except OverloadedError as error:
+            response = JSONResponse({"error": str(error)}, 503, {"Retry-After": "1"})
+        except RewardTimeoutError as error:
+            response = JSONResponse({"error": str(error)}, 504)
+        except RewardInputError as error:
+            response = JSONResponse({"error": f"{type(error).__name__}: {error}"}, 422)
+        statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
+        return response
+
+    async def health(_: Request) -> Response:
+        assert batcher is not None
+        stuck = batcher.stuck_s > limits.timeout_s
+        state = {"status": "stuck" if stuck else "ok", "reward": reward.name, "pending": batcher.pending}
+        return JSONResponse(state, 503 if stuck else 200)
+
+    async def metrics(request: Request) -> Response:
+        try:
+            authorize(request)
+        except _RefusedError as error:
+            return JSONResponse({"error": str(error)}, error.status)
+        assert batcher is not None
+        lines = [f'image_rewards_requests_total{{status="{k}"}} {v}' for k, v in sorted(statuses.items())]
+        for name in ("scored", "failed", "rejected", "timed_out"):
+            lines.append(f'image_rewards_samples_total{{outcome="{name}"}} {batcher.counts[name]}')
+        lines.append(f"image_rewards_batches_total {batcher.counts['batches']}")
+        lines.append(f"image_rewards_batch_seconds_total {batcher.counts['batch_us'] / 1e6}")
+        lines.append(f"image_rewards_pending_samples {batcher.pending}")
+        lines.append(f"image_rewards_inflight_bytes {inflight}")
+        return PlainTextResponse("\n".join(lines) + "\n")
+
+    app.add_route("/score", score, methods=["POST"])
+    app.add_route("/health", health, methods=["GET"])
+    app.add_route("/metrics", metrics, methods=["GET"])
+    return app
+
+
+def _told(result: RewardResult) -> RewardResult:
+    """What the client sees: the error without the traceback, which stays in this process's log."""
+    if result.error is None or "\n" not in result.error:
+        return result
+    log.error("a sample failed: %s", result.error)
+    return replace(result, error=result.error.splitlines()[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def serve(
+    reward: Reward, *, host: str = "127.0.0.1", port: int = 8100, token: str = "", limits: Limits | None = None
+) -> None:
+    """Run the service until it is stopped. Raises `RewardConfigError` for a reachable host without a token."""
+    if not is_loopback(host) and not token:
+        raise RewardConfigError(
+            f"host={host!r} can be reached from other machines, and there is no token. Set the environment variable "
+            "IMAGE_REWARDS_TOKEN, or listen on 127.0.0.1."
+        )
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise missing_extra("uvicorn", "server", "the scorer service") from error
+    app = create_app(reward, token=token, limits=limits)
+    try:
+        uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=30)
+    except SystemExit as error:
+        raise RewardError(f"the service could not start on {host}:{port} (is the port taken?).") from error
