@@ -193,5 +193,6 @@ def _first_row(count: int, group: dist.ProcessGroup | None) -> int:
         return 0
     device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
     counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(counts, torch.tensor([count], device=device), group=group)
+    counts[dist.get_rank(group)] = count
+    dist.all_reduce(counts, group=group)
     return int(counts[: dist.get_rank(group)].sum())

@@ -1,0 +1,245 @@
+"""Runs the scenarios of ``test_engine_ranks.py`` on 1, 2 and 4 gloo ranks and leaves what each rank found in files.
+
+A script of its own: it imports once and forks the ranks, so that eight processes cost one import. The parent computes
+nothing (a fork after autograd has started threads is refused by torch). Usage: ``ranks.py OUT QWEN_FOLDER WAN_FOLDER``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsdp_diffusers_engine.loading as loading
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.hf_storage
+from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel  # noqa: F401 - for the children
+from diffusion_losses import DiffusionLossConfig
+from fsdp_diffusers_engine import DiffusionLoss, ForwardProcessConfig, reduce_metrics
+from lora_sync import extract_lora
+
+SPEC = importlib.util.spec_from_file_location("engine_conftest", Path(__file__).with_name("conftest.py"))
+assert SPEC is not None
+assert SPEC.loader is not None
+HELP = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(HELP)
+OUT, QWEN, WAN = (Path(p) for p in sys.argv[1:4]) if __name__ == "__main__" else (Path(), Path(), Path())
+DEADLINE_S = 100.0
+SPLITS = {1: {"even": (4,), "uneven": (5,)}, 2: {"even": (2, 2), "uneven": (1, 4)}, 4: {"uneven": (1, 1, 2, 1)}}
+
+
+def share(data: Any, sizes: tuple[int, ...], rank: int) -> Any:
+    start = sum(sizes[:rank])
+    return data[start : start + sizes[rank]]
+
+
+def stir(engine: Any) -> None:
+    """The same push as the fixture's, by whole tensors, so that it does not depend on the sharding."""
+    draw = torch.Generator().manual_seed(1)
+    for parameter in engine.trainable.values():
+        push = 0.05 * torch.randn(parameter.shape, generator=draw)
+        loading.write_whole(parameter, loading.whole(parameter) + push)
+
+
+def snapshot(engine: Any, metrics: dict[str, float]) -> dict[str, Any]:
+    grads = {n: p.grad for n, p in engine.trainable.items() if p.grad is not None}
+    found = {"grads": {n: loading.whole(g).clone() for n, g in grads.items()}, "metrics": metrics}
+    found["norm"] = engine.optimizer_step()
+    found["weights"] = {n: loading.whole(p).clone() for n, p in engine.trainable.items()}
+    return found
+
+
+def update(engine: Any, data: Any, config: DiffusionLossConfig) -> dict[str, Any]:
+    engine.optimizer_zero_grad()
+    return snapshot(engine, reduce_metrics(engine.forward_backward(data, DiffusionLoss(config))))
+
+
+def qwen_batch(kind: str) -> Any:
+    data = HELP.build_batch((4, 64), count=4 if kind == "even" else 5)
+    data["old_log_probs"] = torch.zeros(data.batch_size[0], 2)
+    data.set_non_tensor("noise_seed", 7)
+    return data
+
+
+def lora(rank: int, world: int, kind: str, **options: Any) -> dict[str, Any]:
+    engine = HELP.build_engine(QWEN, optim={"lr": 1e-4}, **options)
+    stir(engine)
+    found = update(
+        engine, share(qwen_batch(kind), SPLITS[world][kind], rank), DiffusionLossConfig(clip_ratio=9.0, ref_kl_coef=0.5)
+    )
+    found["payload"] = dict(extract_lora(engine.module, "default", version=1).tensors)
+    stream, config = engine.get_per_tensor_param(base_sync_done=True, layered_summon=True)
+    found["stream"] = dict(stream)
+    assert config is not None
+    return found
+
+
+def lora_even(rank: int, world: int) -> Any:
+    return lora(rank, world, "even")
+
+
+def lora_uneven(rank: int, world: int) -> Any:
+    if world == 4:
+        return lora(rank, world, "uneven", engine={"fsdp_size": 2})
+    return lora(rank, world, "uneven", engine={"forward_prefetch": True, "reshard_after_forward": False})
+
+
+def full(rank: int, world: int) -> Any:
+    """Full fine-tuning, and that a rank reads no more of the file than its shard."""
+    read, original = [0], loading.SafetensorsSource.read
+
+    def counting(self: Any, name: str, shape: Any, index: Any) -> Any:
+        part = original(self, name, shape, index)
+        read[0] += part.numel()
+        return part
+
+    loading.SafetensorsSource.read = counting  # type: ignore[method-assign]
+    states = {"policy_state_adapters": ["default", "reference"]}
+    engine = HELP.build_engine(QWEN, full=True, model=states, engine={"ema_decay": 0.5}, optim={"lr": 1e-4})
+    loading.SafetensorsSource.read = original  # type: ignore[method-assign]
+    total = sum(p.numel() for p in engine.module.parameters())
+    data = share(qwen_batch("uneven"), SPLITS[world]["uneven"], rank)
+    stir(engine)
+    found = update(engine, data, DiffusionLossConfig(clip_ratio=9.0, ref_kl_coef=0.5))
+    stream, _ = engine.get_per_tensor_param(adapter_name="ema")
+    return found | {"stream": dict(stream), "read": read[0] / total}
+
+
+def forward_process(rank: int, world: int) -> Any:
+    engine = HELP.build_engine(
+        QWEN, "forward_process", optim={"lr": 1e-4}, forward=ForwardProcessConfig(levels="uniform", num_levels=2)
+    )
+    stir(engine)
+    data = share(qwen_batch("uneven"), SPLITS[world]["uneven"], rank)
+    return update(engine, data, DiffusionLossConfig(loss_mode="diffusion_nft"))
+
+
+def experts(rank: int, world: int) -> Any:
+    """Wan's two experts: the first step of the window belongs to one, the second to the other."""
+    engine = HELP.build_engine(WAN, optim={"lr": 1e-4})
+    stir(engine)
+    data = HELP.build_batch((16, 1, 4, 4), count=5)
+    data["prompt_embeds_mask"] = torch.ones(5, 7, dtype=torch.bool)  # Wan has no text mask
+    data["old_log_probs"] = torch.zeros(5, 2)
+    return update(
+        engine, share(data, SPLITS[world]["uneven"], rank), DiffusionLossConfig(clip_ratio=9.0, ref_kl_coef=0.5)
+    )
+
+
+def sequence(rank: int, world: int) -> Any:
+    """Two ranks share the tokens of the same samples."""
+    engine = HELP.build_engine(QWEN, optim={"lr": 1e-4}, engine={"ulysses_sequence_parallel_size": world})
+    stir(engine)
+    return update(engine, qwen_batch("even"), DiffusionLossConfig(clip_ratio=9.0, ref_kl_coef=0.5))
+
+
+def save(rank: int, world: int) -> Any:
+    """Train, save, train once more."""
+    engine = resumable()
+    for _ in range(2):
+        update(engine, share(qwen_batch("uneven"), SPLITS[world]["uneven"], rank), RESUME)
+    engine.save_checkpoint(OUT / f"saved_by_{world}", global_step=2)
+    return update(engine, share(qwen_batch("uneven"), SPLITS[world]["uneven"], rank), RESUME)
+
+
+def load(rank: int, world: int) -> Any:
+    """Go on from what two ranks saved, on another number of ranks."""
+    engine = resumable()
+    if not (OUT / "saved_by_2").exists():
+        return None
+    assert engine.load_checkpoint(OUT / "saved_by_2") == 2
+    return update(engine, share(qwen_batch("uneven"), SPLITS[world]["uneven"], rank), RESUME)
+
+
+RESUME = DiffusionLossConfig(clip_ratio=9.0)
+
+
+def resumable() -> Any:
+    states = {"policy_state_adapters": ["default", "old"], "lora_rank": 3}
+    return HELP.build_engine(QWEN, model=states, engine={"ema_decay": 0.5}, optim={"lr": 1e-4})
+
+
+def one_sharded(rank: int, world: int) -> Any:
+    """Sharding for its own sake: a group of one that the engine starts, parameters offloaded by FSDP2."""
+    return lora(rank, world, "even", engine={"sharding": "always", "offload_policy": True})
+
+
+def failing(rank: int, world: int) -> Any:
+    """Rank 1's loss fails in the second micro-batch; the others must learn it, from it, in time."""
+    engine = HELP.build_engine(QWEN)
+    calls = [0]
+
+    def loss(model_output: Any, data: Any, dp_group: Any) -> Any:
+        calls[0] += 1
+        if rank == 1 and calls[0] == 2:
+            raise ZeroDivisionError("the reward of sample 3 was empty")
+        return DiffusionLoss("flow_grpo")(model_output, data, dp_group)
+
+    start = time.monotonic()
+    try:
+        engine.forward_backward(share(qwen_batch("even"), SPLITS[world]["even"], rank), loss)
+        engine.optimizer_step()
+    except Exception as error:
+        return {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - start}
+    return {"error": None, "text": "", "seconds": 0.0}
+
+
+Scenario = Callable[[int, int], Any]
+PLAN: list[tuple[int, list[Scenario]]] = [
+    (1, [lora_even, lora_uneven, full, forward_process, experts, sequence, save]),
+    (2, [lora_even, lora_uneven, full, forward_process, experts, sequence, save, failing]),
+    (4, [lora_uneven, load]),
+    (1, [load, one_sharded]),
+]
+
+
+def rank_main(rank: int, world: int, meeting: Path, scenarios: list[Scenario]) -> None:
+    torch.set_num_threads(1)
+    if world > 1:
+        store = dist.FileStore(str(meeting), world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=8))
+    for scenario in scenarios:
+        start = time.process_time()
+        result = scenario(rank, world)
+        print(f"{scenario.__name__} {world} {rank} {time.process_time() - start:.2f} s", file=sys.stderr)
+        torch.save(result, OUT / f"{scenario.__name__}_{world}_{rank}.pt")
+
+
+def run(world: int, scenarios: list[Scenario], meeting: Path) -> None:
+    children = []
+    for rank in range(world):
+        pid = os.fork()
+        if pid == 0:
+            code = 0
+            try:
+                rank_main(rank, world, meeting, scenarios)
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        children.append(pid)
+    limit = time.monotonic() + DEADLINE_S
+    waiting = set(children)
+    while waiting and time.monotonic() < limit:
+        for pid in list(waiting):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                waiting.discard(pid)
+        time.sleep(0.05)
+    for pid in waiting:
+        print(f"rank process {pid} of {world} did not end in {DEADLINE_S} s", file=sys.stderr)
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    for number, (size, chosen) in enumerate(PLAN):
+        run(size, chosen, OUT / f"meeting{number}")

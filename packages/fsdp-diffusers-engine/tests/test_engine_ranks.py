@@ -1,0 +1,111 @@
+"""What 2 and 4 ranks compute is what one process computes. ``ranks.py`` runs them; here the results are compared."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory, tiny_qwen: Path, tiny_wan: Path) -> Any:
+    """``ranks(scenario, world, rank)``: what that rank found."""
+    out = tmp_path_factory.mktemp("ranks")
+    script = Path(__file__).with_name("ranks.py")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(script), str(out), str(tiny_qwen), str(tiny_wan)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
+
+    def read(scenario: str, world: int, rank: int = 0) -> Any:
+        file = out / f"{scenario}_{world}_{rank}.pt"
+        assert file.is_file(), f"rank {rank} of {world} did not finish {scenario}:\n{done.stderr[-4000:]}"
+        return torch.load(file, weights_only=True)
+
+    read.folder = out  # type: ignore[attr-defined]
+    return read
+
+
+def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[k] - b[k]).abs().max()) for k in b)
+
+
+def assert_same_update(found: Any, single: Any) -> None:
+    assert apart(found["grads"], single["grads"]) <= 1e-6
+    scale = max(float(g.abs().max()) for g in single["grads"].values())
+    assert apart(found["grads"], single["grads"]) <= 1e-5 * scale
+    assert apart(found["weights"], single["weights"]) <= 1e-6
+    assert found["norm"] == pytest.approx(single["norm"], rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "world"),
+    [
+        ("lora_even", 2),
+        ("lora_uneven", 2),
+        ("lora_uneven", 4),
+        ("full", 2),
+        ("forward_process", 2),
+        ("experts", 2),
+        ("sequence", 2),
+    ],
+)
+def test_gradients_step_and_norm_equal_one_process(ranks: Any, scenario: str, world: int) -> None:
+    single = ranks(scenario, 1)
+    for rank in range(world):
+        assert_same_update(ranks(scenario, world, rank), single)
+
+
+@pytest.mark.parametrize("scenario", ["lora_even", "lora_uneven", "full", "forward_process"])
+def test_the_loss_is_the_count_weighted_mean_over_ranks(ranks: Any, scenario: str) -> None:
+    single = ranks(scenario, 1)["metrics"]
+    parts = [ranks(scenario, 2, rank)["metrics"] for rank in range(2)]
+    counts = [p["actor/count"] for p in parts]
+    assert sum(counts) == single["actor/count"]
+    mean = sum(p["actor/loss"] * c for p, c in zip(parts, counts, strict=True)) / sum(counts)
+    assert mean == pytest.approx(single["actor/loss"], rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize(("scenario", "world"), [("lora_even", 2), ("lora_uneven", 4)])
+def test_gathered_adapters_are_whole(ranks: Any, scenario: str, world: int) -> None:
+    single = ranks(scenario, 1)
+    for rank in range(world):
+        found = ranks(scenario, world, rank)
+        assert apart(found["payload"], single["payload"]) <= 1e-6
+        assert apart(found["stream"], found["payload"]) == 0.0
+
+
+def test_both_experts_get_gradients_from_their_own_steps(ranks: Any) -> None:
+    for world in (1, 2):
+        grads = ranks("experts", world)["grads"]
+        for expert in ("transformer.", "transformer_2."):
+            assert sum(float(g.norm()) for n, g in grads.items() if n.startswith(expert)) > 0.0
+
+
+def test_a_rank_reads_its_own_shard_only(ranks: Any) -> None:
+    assert [ranks("full", 2, rank)["read"] for rank in range(2)] == pytest.approx([0.5, 0.5], abs=0.05)
+    assert apart(ranks("full", 2)["stream"], ranks("full", 1)["stream"]) <= 1e-6
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_checkpoint_of_two_ranks_goes_on_with_one_or_four(ranks: Any, world: int) -> None:
+    assert_same_update(ranks("load", world), ranks("save", 2))
+    assert_same_update(ranks("load", world), ranks("save", 1))
+
+
+def test_one_sharded_process_is_the_plain_one(ranks: Any) -> None:
+    assert_same_update(ranks("one_sharded", 1), ranks("lora_even", 1))
+
+
+def test_a_failing_rank_ends_the_others_with_its_error(ranks: Any) -> None:
+    first, second = ranks("failing", 2, 0), ranks("failing", 2, 1)
+    assert second["error"] == "ZeroDivisionError"
+    assert first["error"] == "RankError"
+    assert "rank 1" in first["text"]
+    assert "the reward of sample 3 was empty" in first["text"]
+    assert first["seconds"] < 20.0

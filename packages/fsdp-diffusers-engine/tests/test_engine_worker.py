@@ -1,0 +1,151 @@
+"""The training worker: fine calls, mini-batches, states; and metrics and utilisation."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusion_losses import DiffusionLossConfig
+from fsdp_diffusers_engine import (
+    DiffusionModelConfig,
+    EngineError,
+    EngineStateError,
+    FSDPDiffusionActorConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    TrainingWorker,
+    TrainingWorkerConfig,
+    reduce_metrics,
+)
+
+
+@pytest.fixture
+def make_worker(tiny_qwen: Path) -> Any:
+    """A ready worker; keywords go to the actor's config."""
+
+    def make(loss: DiffusionLossConfig | None = None, **actor: Any) -> TrainingWorker:
+        config = FSDPDiffusionActorConfig(
+            ppo_micro_batch_size_per_gpu=2,
+            diffusion_loss=loss or DiffusionLossConfig(clip_ratio=1.0),
+            optim=FSDPOptimizerConfig(lr=1e-3),
+            model_config=DiffusionModelConfig(
+                path=str(tiny_qwen), lora_rank=4, lora_alpha=8, policy_state_adapters=["default", "old"]
+            ),
+            fsdp_config=FSDPEngineConfig(device="cpu", peak_tflops=1.0),
+            **{"ppo_mini_batch_size": 4, **actor},
+        )
+        worker = TrainingWorker(pickle.loads(pickle.dumps(TrainingWorkerConfig(actor=config))))
+        worker.reset()
+        return worker
+
+    return make
+
+
+def test_fine_calls(make_worker: Any, make_batch: Any, tmp_path: Path) -> None:
+    worker, data = make_worker(), make_batch(count=4)
+    first = worker.save_weights(version=1)
+    data["old_log_probs"] = worker.compute_log_prob(data)["log_probs"]
+    metrics = worker.forward_backward(data)
+    assert metrics["actor/count"] == 8.0
+    assert metrics["actor/ratio_max"] == pytest.approx(1.0, abs=1e-5)
+    assert worker.optim_step({"lr": 0.0})["actor/lr"] == 0.0
+    assert worker.save_weights(version=2).hash == first.hash
+    worker.forward_backward(data, "mix_grpo")
+    assert worker.optim_step()["actor/grad_norm"] > 0
+    second = worker.save_weights()
+    assert (second.version, second.hash != first.hash) == (2, True)
+    assert worker.save_weights("old", version=3).hash == first.hash
+    worker.update_old_policy()
+    assert worker.save_weights("old", version=4).hash == second.hash
+    path = worker.save_state(str(tmp_path / "state"), global_step=7)
+    worker.reset()
+    assert worker.save_weights(version=5).hash == first.hash
+    assert worker.load_state(path) == 7
+    assert worker.save_weights(version=6).hash == second.hash
+    reference = worker.compute_log_prob(data, adapter="reference")["log_probs"]
+    assert torch.equal(reference, data["old_log_probs"])  # the first policy is the base
+    with pytest.raises(EngineError, match="lr"):
+        worker.optim_step({"learning_rate": 1.0})
+
+
+def test_mini_batches_epochs_and_shuffling(make_worker: Any, make_batch: Any) -> None:
+    data = make_batch(count=10)
+    data.set_non_tensor("global_step", 3)
+    data["old_log_probs"] = torch.zeros(10, 2)
+
+    def trained(**actor: Any) -> tuple[dict[str, float], str, int]:
+        worker = make_worker(ppo_mini_batch_size=4, **actor)
+        metrics = worker.train_mini_batch(data)["metrics"]
+        return metrics, worker.save_weights(version=1).hash, worker.engine.optimizer_steps
+
+    metrics, plain, steps = trained()
+    assert steps == 3
+    assert metrics["actor/count"] == 20.0
+    assert metrics["perf/mfu"] > 0.0
+    assert trained(ppo_epochs=2)[2] == 6
+    shuffled = trained(shuffle=True)[1]
+    assert shuffled != plain
+    assert trained(shuffle=True)[1] == shuffled
+    assert trained(shuffle=True, data_loader_seed=1)[1] != shuffled
+    with pytest.raises(EngineError, match="mini-batches"):
+        make_worker(DiffusionLossConfig(loss_mode="dpo")).train_mini_batch(make_batch(count=3))
+
+
+def test_pairs_stay_together_under_shuffling(make_worker: Any, make_batch: Any) -> None:
+    worker = make_worker(DiffusionLossConfig(loss_mode="dpo", dpo_beta=10.0), shuffle=True)
+    order = worker._order(8, 2, 1, 0)
+    assert sorted(order.flatten().tolist()) == list(range(8))
+    assert all(b == a + 1 and a % 2 == 0 for a, b in order.tolist())
+    metrics = worker.train_mini_batch(make_batch(count=8))["metrics"]
+    assert metrics["actor/count"] == 8  # pairs x two noise levels
+    assert worker.engine.optimizer_steps == 2
+
+
+def test_worker_refuses_wrong_use(tiny_qwen: Path, make_batch: Any) -> None:
+    actor = FSDPDiffusionActorConfig(model_config=DiffusionModelConfig(path=str(tiny_qwen)))
+    with pytest.raises(EngineStateError, match="reset"):
+        TrainingWorker(TrainingWorkerConfig(actor=actor)).forward_backward(make_batch())
+    with pytest.raises(EngineError, match="init_method"):
+        TrainingWorker(TrainingWorkerConfig(actor=actor, world_size=2))
+    with pytest.raises(EngineError, match="strategy"):
+        TrainingWorker(TrainingWorkerConfig(actor=FSDPDiffusionActorConfig(strategy="megatron")))
+
+
+def test_metrics_are_weighted_by_what_they_count() -> None:
+    rows = [
+        {"actor/loss": torch.tensor(1.0), "actor/count": 3.0, "actor/ratio_max": 1.5, "actor/ratio_min": 0.9},
+        {"actor/loss": torch.tensor(5.0), "actor/count": 1.0, "actor/ratio_max": 1.1, "actor/ratio_min": 0.5},
+        {"actor/lr": 0.1},
+    ]
+    assert reduce_metrics(rows) == {
+        "actor/loss": 2.0,
+        "actor/count": 4.0,
+        "actor/ratio_max": 1.5,
+        "actor/ratio_min": 0.5,
+        "actor/lr": 0.1,
+    }
+
+
+def test_counted_operations_follow_the_formula(make_engine: Any, make_batch: Any) -> None:
+    from fsdp_diffusers_engine.batch import sampling_meta
+    from fsdp_diffusers_engine.perf import mfu, peak_flops, training_flops
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    engine = make_engine(model={"enable_gradient_checkpointing": False}, engine={"peak_tflops": 2.0})
+    meta = sampling_meta(make_batch())
+    math = sdpa_kernel(SDPBackend.MATH)  # the counter does not know the CPU's fused attention
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), engine.disable_adapter(), math:
+        data = make_batch(count=3)
+        data["prompt_embeds_mask"] = torch.ones(3, 7, dtype=torch.bool)
+        data.set_non_tensor("micro_batch_size", 3)
+        engine.forward_backward_batch(data, None, forward_only=True)
+    forward = counter.get_total_flops()
+    expected = training_flops(engine, 3, 2, meta, 7)  # a LoRA: forward and as much again for the activations
+    assert expected == pytest.approx(2 * forward, rel=0.01)
+    assert training_flops(engine, 3, 2, meta, 7, extra_forwards=1) == pytest.approx(3 * forward, rel=0.01)
+    assert mfu(engine, 1e12, 1.0) == pytest.approx(0.5)
+    assert peak_flops(torch.device("cpu"), torch.float32) > 1e8
