@@ -211,17 +211,41 @@ def small(repeats: int) -> dict[str, Any]:
         "clone_16mb": whole.clone,  # as large as the step's four tensors: moves 32 MB
     }
     graphs = {name: graph_of(call, 20) for name, call in calls.items()}
+    warm_up(0.3)
     seconds = in_turn([g.replay for g in graphs.values()], repeats, cuda_clock)
     row: dict[str, Any] = {f"graph_{name}_us": s / 20 * 1e6 for name, s in zip(graphs, seconds, strict=True)}
     for name in ("clone_4mb", "clone_8mb", "clone_16mb"):
         row[f"fused_over_{name}"] = row["graph_fused_us"] / row[f"graph_{name}_us"]
-    eager = in_turn([step(True), step(False), step(True, per_sample)], repeats, cuda_clock)
-    for name, s in zip(("fused", "plain", "fused_per_sample_sigma"), eager, strict=True):
+    eager = in_turn(
+        [step(True), step(False), step(True, per_sample), step(True, per_sample.cpu())], repeats, host_clock
+    )
+    for name, s in zip(("fused", "plain", "fused_sigma_on_gpu", "fused_sigma_on_cpu"), eager, strict=True):
         row[f"eager_{name}_us"] = s * 1e6
     print(f"{list(SMALL)} in a CUDA graph: " + ", ".join(f"{n} {row[f'graph_{n}_us']:.2f} us" for n in calls))
     print("  fused over clone: " + ", ".join(f"{n} {row[f'fused_over_{n}']:.2f}" for n in list(calls)[2:]))
     print("  eager: " + ", ".join(f"{n[6:-3]} {value:.0f} us" for n, value in row.items() if n.startswith("eager_")))
     return row
+
+
+def warm_up(seconds: float) -> None:
+    """Bring the clocks up: after a pause they are low."""
+    a = torch.randn(4096, 4096, device="cuda")
+    start = time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        for _ in range(10):
+            a @ a
+        torch.cuda.synchronize()
+
+
+def host_clock(call: Callable[[], Any]) -> float:
+    """Seconds per call for a host that launches one after another."""
+    loops = 30
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(loops):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / loops
 
 
 def graph_of(call: Callable[[], Any], copies: int) -> torch.cuda.CUDAGraph:
@@ -239,8 +263,10 @@ def graph_of(call: Callable[[], Any], copies: int) -> torch.cuda.CUDAGraph:
 
 
 def cuda_clock(call: Callable[[], Any]) -> float:
+    """Seconds per call on the card: the work is queued behind a pause, so that the host's launch time stays out."""
     loops = 10
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(10_000_000)  # some 5 ms
     start.record()
     for _ in range(loops):
         call()
@@ -370,6 +396,30 @@ def tuning(repeats: int) -> dict[str, Any]:
             print(f"  tune {list(shape)} block {block} warps {warps}: draw {seconds[0] / copies * 1e6:.2f} us,"
                   f" score {seconds[1] / copies * 1e6:.2f} us")  # fmt: skip
     kernels.block_size = shipped
+    x, v, z = (torch.randn(SMALL, device="cuda") for _ in range(3))
+    policy = kernels.eviction_policy
+
+    def draw_small() -> Any:
+        return ss.sde_step(
+            x, v, SIGMA, SIGMA_NEXT, kind="flow_sde", noise_level=ETA, noise=z, fused=True, check_finite=False
+        )
+
+    names = ("", "evict_first", "evict_last")
+    graphs = []
+    for name in names:
+        kernels.eviction_policy = lambda elements, name=name: name  # type: ignore[assignment]
+        graphs.append(graph_of(draw_small, 20))
+    kernels.eviction_policy = policy
+    same_bytes = torch.randn(2 * x.numel(), device="cuda")
+    graphs.append(graph_of(same_bytes.clone, 20))
+    warm_up(0.3)
+    for turn in range(2):
+        seconds = in_turn([graph.replay for graph in graphs], repeats, cuda_clock)
+        alone = [in_turn([graph.replay], repeats, cuda_clock)[0] for graph in graphs]
+        for kind, values in (("in turn", seconds), ("alone", alone)):
+            row = dict(zip((*(f"draw, {name or 'default'}" for name in names), "clone_8mb"), values, strict=True))
+            table[f"policy {kind} {turn}"] = {name: s / 20 * 1e6 for name, s in row.items()}
+            print(f"  policy {kind}: " + ", ".join(f"{name} {s / 20 * 1e6:.2f} us" for name, s in row.items()))
     return table
 
 

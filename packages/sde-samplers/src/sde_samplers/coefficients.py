@@ -64,26 +64,48 @@ def step_coefficients(
     """
     if kind not in KINDS:
         raise SamplerError(f"kind={kind!r} is unknown; choose one of {', '.join(KINDS)}")
+    if kind == "wan_sde" and sigma_cap is None:
+        raise SamplerError(
+            "kind='wan_sde' scales its std by the schedule's second entry at every step, but sigma_cap=None; "
+            "pass sigma_cap=schedule.sigma_cap"
+        )
     eta = _check_noise_level(kind, noise_level)
     t = as_scalar(sigma, "sigma", batch)
     u = as_scalar(sigma_next, "sigma_next", batch)
-    cap = None if sigma_cap is None else as_scalar(sigma_cap, "sigma_cap", batch)
-    _check_order(t, u)
-    h = t - u
+    cap = u if sigma_cap is None else as_scalar(sigma_cap, "sigma_cap", batch)
+    tensors = [value for value in (t, u, cap) if isinstance(value, Tensor)]
+    away = next((value.device for value in tensors if value.device.type != "cpu"), None)
+    if not tensors:
+        _check_values(kind, t, u, cap)
+        return _formulas(kind, t, u, eta, cap)
+    if away is not None:  # nothing waits for the device, so the values are not checked
+        return _formulas(kind, _to(t, away), _to(u, away), eta, _to(cap, away))
+    # A handful of numbers on the CPU: plain floats are much faster than a chain of tiny tensor operations.
+    rows = tensors[0].numel()
+    if any(value.numel() != rows for value in tensors):
+        raise SamplerError(
+            f"sigma, sigma_next and sigma_cap have {[v.numel() for v in tensors]} values; pass one batch"
+        )
+    columns = [v.tolist() if isinstance(v, Tensor) else [v] * rows for v in (t, u, cap)]
+    done: dict[tuple[float, ...], StepCoefficients] = {}
+    for row in zip(*columns, strict=True):
+        if row not in done:
+            _check_values(kind, *row)
+            done[row] = _formulas(kind, row[0], row[1], eta, row[2])
+    table = [done[row] for row in zip(*columns, strict=True)]
+    return StepCoefficients(*(torch.tensor(column, dtype=torch.float64) for column in zip(*table, strict=True)))
 
+
+def _formulas(kind: Kind, t: Scalar, u: Scalar, eta: float, cap: Scalar) -> StepCoefficients:
+    h = t - u
     if kind == "wan_sde":
-        if cap is None:
-            raise SamplerError(
-                "kind='wan_sde' scales its std by the schedule's second entry at every step, but sigma_cap=None; "
-                "pass sigma_cap=schedule.sigma_cap"
-            )
         return _marginal_keeping(t, h, half_rate=cap * cap * t / 2, variance=cap * cap * t * t)
     if kind == "ode" or eta == 0.0:
         return StepCoefficients(1.0, -h, 0.0)
     if kind == "dance_sde":
         return _marginal_keeping(t, h, half_rate=eta * eta / (2 * t), variance=eta * eta)
     if kind == "flow_sde":
-        gap = _gap_to_one(t, u if cap is None else cap)
+        gap = _gap_to_one(t, cap)
         return _marginal_keeping(t, h, half_rate=eta * eta / (2 * gap), variance=eta * eta * t / gap)
     if kind == "flow_cps":
         std = u * math.sin(eta * math.pi / 2)
@@ -124,21 +146,9 @@ def _marginal_keeping(t: Scalar, h: Scalar, half_rate: Scalar, variance: Scalar)
 
 def _gap_to_one(t: Scalar, cap: Scalar) -> Scalar:
     """1 - t, and 1 - cap where t is exactly 1."""
-    if isinstance(t, Tensor) or isinstance(cap, Tensor):
-        like = t if isinstance(t, Tensor) else cap
-        assert isinstance(like, Tensor)
-        t_ = torch.as_tensor(t, dtype=torch.float64, device=like.device)
-        cap_ = torch.as_tensor(cap, dtype=torch.float64, device=like.device)
-        gap: Scalar = torch.where(t_ == 1, 1 - cap_, 1 - t_)
-        bad = _on_host(gap) and bool((gap <= 0).any())
-    else:
-        gap = 1 - (cap if t == 1 else t)
-        bad = gap <= 0
-    if bad:
-        raise SamplerError(
-            f"sigma_cap={cap!r} replaces sigma = 1 in Flow-SDE's std and must be below 1; pass schedule.sigma_cap"
-        )
-    return gap
+    if not isinstance(t, Tensor):
+        return 1 - (cap if t == 1 else t)
+    return torch.where(t == 1, 1 - torch.as_tensor(cap, dtype=t.dtype, device=t.device), 1 - t)
 
 
 def _sqrt(value: Scalar) -> Scalar:
@@ -160,24 +170,18 @@ def _check_noise_level(kind: Kind, noise_level: float) -> float:
     return eta
 
 
-def _check_order(t: Scalar, u: Scalar) -> None:
-    if not (_on_host(t) and _on_host(u)):
-        return
-    if isinstance(t, float) and isinstance(u, float):
-        good = 0.0 <= u < t <= 1.0
-    else:
-        t_, u_ = torch.as_tensor(t, dtype=torch.float64), torch.as_tensor(u, dtype=torch.float64)
-        good = bool(((u_ >= 0) & (u_ < t_) & (t_ <= 1)).all())
-    if not good:
+def _check_values(kind: Kind, t: Scalar, u: Scalar, cap: Scalar) -> None:
+    if not 0.0 <= u < t <= 1.0:
         raise SamplerError(
-            f"a step needs 0 <= sigma_next < sigma <= 1, got sigma={_show(t)} and sigma_next={_show(u)}; "
+            f"a step needs 0 <= sigma_next < sigma <= 1, got sigma={t!r} and sigma_next={u!r}; "
             "sigmas are noise levels (timestep / 1000) and decrease"
+        )
+    uses_cap = kind == "wan_sde" or (kind == "flow_sde" and t == 1)
+    if uses_cap and not 0.0 <= cap < 1.0:
+        raise SamplerError(
+            f"sigma_cap={cap!r} stands in for sigma = 1 in the std and must lie in [0, 1); pass schedule.sigma_cap"
         )
 
 
-def _on_host(value: Scalar) -> bool:
-    return not isinstance(value, Tensor) or value.device.type == "cpu"
-
-
-def _show(value: Scalar) -> str:
-    return repr(value.tolist() if isinstance(value, Tensor) else value)
+def _to(value: Scalar, device: torch.device) -> Scalar:
+    return value.to(device) if isinstance(value, Tensor) else value

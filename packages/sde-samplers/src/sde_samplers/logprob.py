@@ -43,13 +43,15 @@ def log_prob_terms(std: Scalar, elements: int, form: LogProbForm) -> tuple[Scala
     """(offset, weight) with `log_prob = offset - weight * Σ (x_u - mean)²`, the sum over one sample's elements."""
     if form == "squared_error":
         return 0.0, 1.0 / elements
+    if isinstance(std, Tensor) and std.device.type == "cpu":
+        rows = [log_prob_terms(value, elements, form) for value in std.tolist()]
+        offsets, weights = zip(*rows, strict=True)
+        return torch.tensor(offsets, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
     if isinstance(std, Tensor):
         noisy = std > 0
-        safe = torch.where(noisy, std, torch.ones_like(std))
-        weight = torch.where(noisy, 1 / (2 * elements * safe * safe), torch.zeros_like(std))
-        offset = torch.zeros_like(std)
-        if form == "density":
-            offset = torch.where(noisy, -torch.log(safe) - HALF_LOG_TWO_PI, offset)
+        safe = torch.where(noisy, std, 1.0)
+        weight = torch.where(noisy, 1 / (2 * elements * safe * safe), 0.0)
+        offset = torch.where(noisy, -torch.log(safe) - HALF_LOG_TWO_PI, 0.0) if form == "density" else weight * 0
         return offset, weight
     if std <= 0:
         return 0.0, 0.0

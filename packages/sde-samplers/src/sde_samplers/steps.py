@@ -109,24 +109,28 @@ def take_step(
     """
     batch = sample.shape[0]
     elements = sample.numel() // batch
-    moved = StepCoefficients(*(_on(value, sample.device) for value in coefficients))
-    terms: tuple[Scalar, Scalar] = (0.0, 1.0) if form is None else log_prob_terms(moved.std, elements, form)
+    terms: tuple[Scalar, Scalar] = (0.0, 1.0) if form is None else log_prob_terms(coefficients.std, elements, form)
+    use_fused = _use_fused(fused, sample, velocity, noise, prev_sample)
+    if not use_fused:  # the fused path moves them as one table
+        coefficients = StepCoefficients(*(_on(value, sample.device) for value in coefficients))
+        terms = (_on(terms[0], sample.device), _on(terms[1], sample.device))
     std: Tensor | None = None
     log_prob: Tensor | None = None
-    use_fused = _use_fused(fused, sample, velocity, noise, prev_sample)
     compute_mean = kernels.fused_mean if use_fused else plain_mean
-    mean: Tensor | Callable[[], Tensor] = _late_mean(compute_mean, sample, velocity, moved)
+    mean: Tensor | Callable[[], Tensor] = _late_mean(compute_mean, sample, velocity, coefficients)
     if noise is None and prev_sample is None:
-        mean = mean()
+        mean = compute_mean(sample, velocity, coefficients)
         prev = mean.detach()
     elif use_fused:
-        prev, log_prob, std = kernels.fused_step(sample, velocity, noise, prev_sample, moved, terms, storage_dtype)
+        prev, log_prob, std = kernels.fused_step(
+            sample, velocity, noise, prev_sample, coefficients, terms, storage_dtype
+        )
     else:
-        prev, log_prob = plain_step(sample, velocity, noise, prev_sample, moved, terms, storage_dtype)
+        prev, log_prob = plain_step(sample, velocity, noise, prev_sample, coefficients, terms, storage_dtype)
     if std is None:
-        total = moved.std
+        total = coefficients.std
         std = (
-            total.float().expand(batch)
+            total.to(device=sample.device, dtype=torch.float32).expand(batch)
             if isinstance(total, Tensor)
             else torch.full((batch,), total, dtype=torch.float32, device=sample.device)
         )
@@ -186,7 +190,7 @@ def _use_fused(fused: bool | None, *tensors: Tensor | None) -> bool:
     sample = tensors[0]
     assert sample is not None
     if fused is None:
-        return sample.is_cuda and kernels.wins(sample, *tensors[1:])
+        return sample.is_cuda and kernels.why_unavailable(sample, *tensors[1:]) is None
     if fused:
         reason = kernels.why_unavailable(sample, *tensors[1:])
         if reason is not None:

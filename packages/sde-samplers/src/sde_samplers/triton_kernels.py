@@ -5,7 +5,8 @@ noise (or the sample to score) once, writes the new sample once, and leaves one 
 tiny kernel adds the partial sums of a row in a fixed order, so results are the same in every run; atomics would not be.
 
 Compiled without fused multiply-add: the sample then has the bits of the plain torch version.
-Coefficients are kernel arguments when the batch shares them, else rows of a small table (PER_SAMPLE).
+Coefficients are kernel arguments when the batch shares them, else rows of a table [B, 5] (PER_SAMPLE) with the columns
+scale_x, scale_v, std, and the offset and weight of the log-prob. EVICTION is the cache policy of the loads.
 """
 
 # mypy: ignore-errors
@@ -22,7 +23,7 @@ def step_kernel(
     z_ptr,  # noise when DRAW, else the sample to score
     prev_ptr,  # written when DRAW
     partial_ptr,
-    table_ptr,  # [B, 3] fp32 when PER_SAMPLE
+    table_ptr,
     scale_x,
     scale_v,
     std,
@@ -31,20 +32,21 @@ def step_kernel(
     PER_SAMPLE: tl.constexpr,
     DRAW: tl.constexpr,
     ROUND_TO: tl.constexpr,  # "none" | "bf16" | "fp16"
+    EVICTION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if PER_SAMPLE:
-        scale_x = tl.load(table_ptr + row * 3)
-        scale_v = tl.load(table_ptr + row * 3 + 1)
-        std = tl.load(table_ptr + row * 3 + 2)
+        scale_x = tl.load(table_ptr + row * 5)
+        scale_v = tl.load(table_ptr + row * 5 + 1)
+        std = tl.load(table_ptr + row * 5 + 2)
     inside = block * BLOCK + tl.arange(0, BLOCK)
     mask = inside < elements
     at = row * elements + inside
-    x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    v = tl.load(v_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    z = tl.load(z_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+    v = tl.load(v_ptr + at, mask=mask, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+    z = tl.load(z_ptr + at, mask=mask, other=0.0, eviction_policy=EVICTION).to(tl.float32)
     mean = scale_x * x + scale_v * v
     if DRAW:
         prev = mean + std * z
@@ -63,19 +65,19 @@ def step_kernel(
 def finish_kernel(
     partial_ptr,
     out_ptr,  # [2, B]: log-prob, total std
-    terms_ptr,  # [B, 3] fp32 when PER_SAMPLE
+    table_ptr,
+    std,
     offset,
     weight,
-    std,
     blocks,
     PER_SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     if PER_SAMPLE:
-        offset = tl.load(terms_ptr + row * 3)
-        weight = tl.load(terms_ptr + row * 3 + 1)
-        std = tl.load(terms_ptr + row * 3 + 2)
+        std = tl.load(table_ptr + row * 5 + 2)
+        offset = tl.load(table_ptr + row * 5 + 3)
+        weight = tl.load(table_ptr + row * 5 + 4)
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, blocks, BLOCK):
@@ -98,8 +100,8 @@ def mean_kernel(
 ):
     row = tl.program_id(1).to(tl.int64)
     if PER_SAMPLE:
-        scale_x = tl.load(table_ptr + row * 3)
-        scale_v = tl.load(table_ptr + row * 3 + 1)
+        scale_x = tl.load(table_ptr + row * 5)
+        scale_v = tl.load(table_ptr + row * 5 + 1)
     inside = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = inside < elements
     at = row * elements + inside
@@ -113,12 +115,13 @@ def grad_kernel(
     x_ptr,
     v_ptr,
     prev_ptr,
-    upstream_ptr,  # [B] fp32: gradient of the log-prob times 2 * weight
+    upstream_ptr,  # [B] fp32: gradient of the log-prob
     grad_x_ptr,
     grad_v_ptr,
     table_ptr,
     scale_x,
     scale_v,
+    weight,
     elements,
     PER_SAMPLE: tl.constexpr,
     NEEDS_X: tl.constexpr,
@@ -127,15 +130,16 @@ def grad_kernel(
 ):
     row = tl.program_id(1).to(tl.int64)
     if PER_SAMPLE:
-        scale_x = tl.load(table_ptr + row * 3)
-        scale_v = tl.load(table_ptr + row * 3 + 1)
+        scale_x = tl.load(table_ptr + row * 5)
+        scale_v = tl.load(table_ptr + row * 5 + 1)
+        weight = tl.load(table_ptr + row * 5 + 4)
     inside = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = inside < elements
     at = row * elements + inside
     x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     v = tl.load(v_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     prev = tl.load(prev_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    grad_mean = tl.load(upstream_ptr + row) * (prev - (scale_x * x + scale_v * v))
+    grad_mean = 2 * weight * tl.load(upstream_ptr + row) * (prev - (scale_x * x + scale_v * v))
     if NEEDS_X:
         tl.store(grad_x_ptr + at, (scale_x * grad_mean).to(grad_x_ptr.dtype.element_ty), mask=mask)
     if NEEDS_V:
