@@ -30,6 +30,7 @@ from image_rewards.errors import RewardInputError, RewardServiceError
 JSON_TYPE = "application/json"
 TENSOR_TYPE = "application/x-safetensors"
 _MAX_HEADER = 16 << 20
+_PNG_END = b"IEND\xaeB`\x82"
 _MAX_FRAMES = 4096
 _FIELDS = {"prompt": str, "metadata": dict, "uid": str, "index": int, "data_source": str}
 
@@ -56,7 +57,10 @@ def decode_picture(data: bytes, where: str, formats: Sequence[str] = ("PNG",)) -
                 raise RewardInputError(
                     f"{where}: pictures of mode {picture.mode!r} are not read. Save it as 8-bit RGB."
                 )
-            return np.asarray(picture.convert("RGB")).transpose(2, 0, 1).copy()
+            pixels = np.asarray(picture.convert("RGB")).transpose(2, 0, 1).copy()
+            if picture.format == "PNG" and _PNG_END not in data:  # Pillow forgives a file that lacks its last bytes
+                raise RewardInputError(f"{where}: the PNG of {len(data)} bytes has no end: it is truncated.")
+            return pixels
     except RewardInputError:
         raise
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, ValueError, struct.error, ...
