@@ -44,7 +44,7 @@ def probe(module):
 @pytest.mark.parametrize("take", [False, True])
 def test_binding_into_an_existing_adapter(payload, receiver, take):
     old = extract_lora(receiver, version=0)
-    parameters = [p for p in receiver.parameters()]
+    parameters = list(receiver.parameters())
     receipt = apply_lora(receiver, payload, take=take, probe=probe(receiver))
     verify(payload, receipt, previous_version=4, probe_floor=1e-6)
     assert (receipt.version, receipt.modules_bound, receipt.tensors_bound, receipt.tensors_ignored) == (5, 8, 16, 0)

@@ -238,7 +238,7 @@ def _inject(module: nn.Module, payload: LoRAPayload, adapter_name: str) -> None:
     first = not adapter_names(module)
     inject_adapter_in_model(config, module, adapter_name=adapter_name)
     if hasattr(module, "_hf_peft_config_loaded"):
-        module._hf_peft_config_loaded = True  # diffusers asks this flag before it touches adapters
+        vars(module)["_hf_peft_config_loaded"] = True  # diffusers asks this flag before it touches adapters
     for layer in layers_of(module, adapter_name).values():
         if first:
             layer._active_adapter = [adapter_name]

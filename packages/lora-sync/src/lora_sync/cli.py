@@ -62,7 +62,7 @@ def _inspect(file: str) -> str:
         f"  {len(payload.modules)} modules · {count:,} parameters · {payload.nbytes / 1e6:.2f} MB · {', '.join(dtypes)}"
         f" · base {payload.base_fingerprint or 'not recorded'}",
     ]
-    rows = [("layer", "count", "A", "B", "alpha", "alpha/r", "mean |BA|")]
+    rows: list[tuple[str, ...]] = [("layer", "count", "A", "B", "alpha", "alpha/r", "mean |BA|")]
     for pattern, names in _patterns(payload).items():
         first = names[0]
         norm = sum(_norm(payload, name) for name in names) / len(names)
@@ -88,7 +88,7 @@ def _diff(first: str, second: str) -> int:
     if one.hash == two.hash:
         print(f"equal: {one.hash} (versions {one.version} and {two.version})")
         return 0
-    rows = [("layer", "count", "max |ΔA|", "max |ΔB|", "|Δ(BA)| / |BA|", "cosine")]
+    rows: list[tuple[str, ...]] = [("layer", "count", "max |ΔA|", "max |ΔB|", "|Δ(BA)| / |BA|", "cosine")]
     for pattern, names in _patterns(one).items():
         shared = [name for name in names if name + A in two.tensors]
         if not shared:

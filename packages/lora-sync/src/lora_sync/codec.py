@@ -89,6 +89,12 @@ def raw(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8).cpu() if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
+def byte_view(flat: Tensor) -> memoryview:
+    """The memory of a flat uint8 CPU tensor."""
+    array: Any = flat.numpy()
+    return memoryview(array)
+
+
 def write_into(buffer: Tensor, plan: Plan, tensors: Mapping[str, Tensor]) -> None:
     """Fill a uint8 CPU tensor of at least ``plan.total`` bytes: one copy per tensor, straight from its device."""
     start = len(plan.header)
@@ -105,7 +111,7 @@ def chunks(plan: Plan, tensors: Mapping[str, Tensor], size: int) -> Iterator[mem
     yield memoryview(plan.header)
     for name, _, _ in plan.entries:
         data = raw(tensors[name])
-        view = memoryview(data.numpy())
+        view = byte_view(data)
         for first in range(0, len(view), size):
             yield view[first : first + size]
 

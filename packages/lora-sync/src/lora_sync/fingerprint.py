@@ -14,6 +14,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from .codec import byte_view
 from .layers import is_sharded, local, local_slices, neutral_name
 
 SAMPLES = 16
@@ -21,7 +22,7 @@ SAMPLES = 16
 
 def base_parameters(module: nn.Module) -> dict[str, Tensor]:
     """Frozen-base parameters under their bare names: adapters left out, ``.base_layer`` removed."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         parts = neutral_name(name).split(".")
         if not any(part.startswith("lora_") for part in parts):
@@ -45,7 +46,7 @@ def fingerprint(module: nn.Module) -> str:
             dist.all_reduce(values, group=sharded.device_mesh.get_group(dim))  # type: ignore[attr-defined]
     shapes = json.dumps([[name, list(parameters[name].shape)] for name in names])
     digest = xxhash.xxh3_128(shapes.encode())
-    digest.update(memoryview(values.cpu().to(torch.bfloat16).view(torch.int16).numpy()))
+    digest.update(byte_view(values.cpu().to(torch.bfloat16).view(torch.uint8)))
     return "base:" + digest.hexdigest()
 
 

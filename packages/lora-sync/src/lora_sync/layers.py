@@ -104,8 +104,9 @@ def reshard(module: nn.Module) -> None:
     write into a copy that the next reshard throws away.
     """
     for child in module.modules():
-        if hasattr(child, "reshard") and hasattr(child, "unshard"):  # FSDPModule, without importing it
-            child.reshard()
+        again = getattr(child, "reshard", None)  # FSDPModule has both, and is not imported for it
+        if callable(again) and hasattr(child, "unshard"):
+            again()
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -69,33 +69,31 @@ def merge(module: nn.Module, adapter_name: str = "default", *, exact: bool | Non
         _check(name, layer, adapter_name)
     rounding = undo_error = undo_bound = 0.0
     kept: dict[str, Tensor] = {}
-    done: list[tuple[Any, Tensor, Tensor | None, Tensor]] = []
+    done: list[str] = []
     try:
         for name, layer in layers.items():
             weight, delta = _weight_and_delta(layer, adapter_name)
             keep = weight.dtype in (torch.float32, torch.float64) if exact is None else exact
             before = weight.clone()
-            done.append((layer, weight, before if keep else None, delta if not keep else weight[:0]))
-            work = before.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
+            if keep:
+                kept[name] = before
+            done.append(name)
+            # one precision above the weight's own, so that its rounding can be seen
+            work = before.to(torch.float64 if weight.dtype in (torch.float32, torch.float64) else torch.float32)
             total = work + delta
             with torch.no_grad():
                 weight.copy_(total)
             if weight.numel():
                 rounding = max(rounding, float((weight.to(total.dtype) - total).abs().max()))
-            if keep:
-                kept[name] = before
-            elif weight.numel():
+            if not keep and weight.numel():
                 back = (weight.to(total.dtype) - delta).to(weight.dtype)
                 undo_error = max(undo_error, float((back.to(total.dtype) - work).abs().max()))
                 unit = torch.finfo(weight.dtype).eps / 2
                 undo_bound = max(undo_bound, unit * float((total.abs() + (weight.to(total.dtype) - delta).abs()).max()))
             layer.merged_adapters.append(adapter_name)
     except BaseException:
-        for layer, weight, old, delta in done:
-            with torch.no_grad():
-                weight.copy_(old if old is not None else weight.float() - delta)
-            if adapter_name in layer.merged_adapters:
-                layer.merged_adapters.remove(adapter_name)
+        for name in done:
+            _take_out(layers[name], adapter_name, kept.get(name))
         raise
     report = MergeReport(
         adapter_name,
@@ -117,10 +115,7 @@ def unmerge(module: nn.Module) -> MergeReport:
     kept: dict[str, Tensor] = module.__dict__[_STATE][1]
     reshard(module)
     for name, layer in layers_of(module, report.adapter).items():
-        weight, delta = _weight_and_delta(layer, report.adapter, skip_delta=name in kept)
-        with torch.no_grad():
-            weight.copy_(kept[name] if name in kept else weight.to(delta.dtype) - delta)
-        layer.merged_adapters.remove(report.adapter)
+        _take_out(layer, report.adapter, kept.get(name))
     del module.__dict__[_STATE]
     return report
 
@@ -147,12 +142,21 @@ def _check(name: str, layer: Any, adapter_name: str) -> None:
         raise AdapterError(f"layer {name!r} is quantised; merge into the unquantised model instead.")
 
 
-def _weight_and_delta(layer: Any, adapter_name: str, *, skip_delta: bool = False) -> tuple[Tensor, Tensor]:
+def _take_out(layer: Any, adapter_name: str, original: Tensor | None) -> None:
+    with torch.no_grad():
+        if original is not None:
+            local(layer.get_base_layer().weight).copy_(original)
+        else:
+            weight, delta = _weight_and_delta(layer, adapter_name)
+            weight.copy_(weight.to(delta.dtype) - delta)
+    if adapter_name in layer.merged_adapters:
+        layer.merged_adapters.remove(adapter_name)
+
+
+def _weight_and_delta(layer: Any, adapter_name: str) -> tuple[Tensor, Tensor]:
     """This rank's part of the weight (live memory) and of the change, in one shape."""
     parameter = layer.get_base_layer().weight
     weight = local(parameter)
-    if skip_delta:
-        return weight, weight
     slices = local_slices(parameter)
     columns = slices[1] if parameter.ndim == 2 else None  # convolutions are never cut inside a filter
     delta = lora_delta(layer, adapter_name, slices[0], columns)

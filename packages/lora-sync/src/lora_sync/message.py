@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .codec import Plan, as_buffer, encode_plan, parse_header, seal, unseal, views
+from .codec import Plan, as_buffer, byte_view, encode_plan, parse_header, seal, unseal, views
 from .errors import CorruptPayloadError, TruncatedPayloadError
 from .payload import LoRAPayload
 
@@ -168,7 +168,7 @@ class Incoming:
 
     def _hash(self, host: Tensor) -> None:
         """Hash per tensor while the bytes are in the cache; tensors lie back to back in entry order."""
-        data, place, done = memoryview(host.numpy()), self._place, 0
+        data, place, done = byte_view(host), self._place, 0
         while done < len(data):
             entry = self._entries[self._entry]
             take = min(entry.last - place, len(data) - done)

@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .codec import Plan, as_buffer, chunks, decode, encode_plan, raw, seal, unseal, write_into
+from .codec import Plan, as_buffer, byte_view, chunks, decode, encode_plan, raw, seal, unseal, write_into
 from .errors import CorruptPayloadError, PayloadError
 
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -215,11 +215,10 @@ def modules_of(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
         )
     names = sorted({key.removesuffix(A).removesuffix(B) for key in tensors})
     for name in names:
-        pair = tensors.get(name + A), tensors.get(name + B)
-        if name in tensors or pair[0] is None or pair[1] is None:
+        down, up = tensors.get(name + A), tensors.get(name + B)
+        if name in tensors or down is None or up is None:
             present = [key for key in tensors if key == name or key.startswith(name + ".")]
             raise PayloadError(f"{name!r} is no A/B pair: found {present!r}, need {name + A!r} and {name + B!r}.")
-        down, up = pair
         if down.ndim < 2 or up.ndim < 2 or down.shape[0] != up.shape[1] or 0 in (*down.shape, *up.shape):
             raise PayloadError(
                 f"{name!r}: A {tuple(down.shape)} and B {tuple(up.shape)} do not share a rank (A [r, in], B [out, r]). "
@@ -230,7 +229,7 @@ def modules_of(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 def tensor_digest(tensor: Tensor) -> str:
     """XXH3-128 of the tensor's bytes, 32 hex digits."""
-    return xxhash.xxh3_128_hexdigest(memoryview(raw(tensor).numpy()))
+    return xxhash.xxh3_128_hexdigest(byte_view(raw(tensor)))
 
 
 def content_hash(

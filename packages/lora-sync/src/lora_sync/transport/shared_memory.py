@@ -75,9 +75,11 @@ class SharedMemoryTransport(Transport):
     def _wait(self, ready: Callable[[], bool], alive: Callable[[], str | None], deadline: Deadline) -> None:
         """Yield first (a slot is copied in a fraction of a millisecond), then sleep, and look after the other side."""
         turns, look = 0, time.monotonic() + 0.05
-        while not ready():
+        while True:
             if self._words[_BROKEN]:
                 raise TransportError(f"{self._path.name}: the channel broke at an earlier message; make a new one.")
+            if ready():
+                return
             time.sleep(0 if turns < 200 else min(1e-3, 1e-5 * (turns - 199)))
             turns += 1
             if time.monotonic() < look:

@@ -1,0 +1,375 @@
+"""Every transport: what is sent arrives whole and checked, and every way to fail has a name and a deadline."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from lora_sync import (
+    CorruptPayloadError,
+    LoRAPayload,
+    LoRASyncError,
+    StaleVersionError,
+    TransportError,
+    TransportTimeoutError,
+    TruncatedPayloadError,
+)
+from lora_sync.message import BufferPool
+from lora_sync.transport import (
+    BroadcastTransport,
+    Deadline,
+    FileTransport,
+    InProcessTransport,
+    RayTransport,
+    SharedMemoryTransport,
+)
+from lora_sync.weights import WeightBucket, load_weights, stream_weights
+
+
+def payload(version: int = 1, rows: int = 7, dtype: torch.dtype = torch.float32) -> LoRAPayload:
+    generator = torch.Generator().manual_seed(version)
+    tensors = {}
+    for name in ("blocks.0.to_q", "blocks.1.to_q"):
+        tensors[name + ".lora_A.weight"] = torch.randn(3, rows, generator=generator).to(dtype)
+        tensors[name + ".lora_B.weight"] = torch.randn(rows, 3, generator=generator).to(dtype)
+    return LoRAPayload.build(tensors, alphas=6.0, version=version, base_fingerprint="base:1")
+
+
+def same(found, wanted) -> bool:
+    return found.metadata() == wanted.metadata() and all(
+        torch.equal(found.tensors[k], v) and found.tensors[k].dtype == v.dtype for k, v in wanted.tensors.items()
+    )
+
+
+@pytest.fixture
+def ring():
+    """A sender and a receiver of one shared-memory ring, in this process."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    with SharedMemoryTransport(name, "sender") as sender, SharedMemoryTransport(name, "receiver") as receiver:
+        yield sender, receiver
+
+
+def across(sender, receiver, message, **options):
+    """Send in a thread, receive here; returns the message and the sender's error."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            sender.send(message, timeout=20)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        return receiver.receive(timeout=20, **options), errors
+    finally:
+        thread.join()
+
+
+# Shared memory ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [7, 70_000, 400_000])  # below one slot, about one, more than the whole ring
+def test_ring_carries_any_size(ring, rows):
+    for version in (1, 2):
+        wanted = payload(version, rows)
+        found, errors = across(*ring, wanted)
+        assert same(found, wanted)
+        assert not errors
+
+
+def test_ring_reaches_several_receivers(ring):
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    wanted, results = payload(3, 100_000), []
+    with SharedMemoryTransport(name, "sender", readers=3) as sender:
+        receivers = [SharedMemoryTransport(name, "receiver", reader=i) for i in range(3)]
+        threads = [threading.Thread(target=lambda r=r: results.append(r.receive(timeout=20))) for r in receivers]
+        for thread in threads:
+            thread.start()
+        sender.send(wanted, timeout=20)
+        for thread in threads:
+            thread.join()
+        assert len(results) == 3
+        assert all(same(found, wanted) for found in results)
+        for receiver in receivers:
+            receiver.close()
+
+
+def test_ring_finds_tensors_that_changed_while_they_were_sent_and_goes_on(ring):
+    bad = payload(1)
+    next(iter(bad.tensors.values()))[0, 0] += 1
+    with pytest.raises(CorruptPayloadError, match="content hash"):
+        across(*ring, bad)
+    wanted = payload(2)
+    found, errors = across(*ring, wanted)
+    assert same(found, wanted)
+    assert not errors
+
+
+def test_ring_tells_the_sender_about_a_refusal(ring):
+    sender, receiver = ring
+    bad = payload(1)
+    next(iter(bad.tensors.values()))[0, 0] += 1
+    failures = []
+
+    def receive() -> None:
+        try:
+            receiver.receive(timeout=20)
+        except LoRASyncError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    with pytest.raises(TransportError, match=r"receiver \[0\] got bytes"):
+        sender.send(bad, timeout=20)
+    thread.join()
+    assert isinstance(failures[0], CorruptPayloadError)
+
+
+def test_ring_deadlines(ring):
+    sender, receiver = ring
+    with pytest.raises(TransportTimeoutError, match=r"within 0\.2 s"):
+        receiver.receive(timeout=0.2)
+    found, _ = across(sender, receiver, payload(1))  # waiting in vain breaks nothing
+    assert found.version == 1
+    with pytest.raises(TransportTimeoutError):
+        sender.send(payload(2, 10), timeout=0.2)  # nobody takes it: half a message is in the ring
+    with pytest.raises(TransportError, match="channel broke"):
+        sender.send(payload(3), timeout=0.2)
+    with pytest.raises(TransportError, match="channel broke"):
+        receiver.receive(timeout=0.2)  # the sender gave up, so what lies in the ring does not count
+
+
+def test_ring_notices_that_the_other_side_is_gone():
+    for leaver in ("sender", "receiver"):
+        name = f"test-{uuid.uuid4().hex[:8]}"
+        sender = SharedMemoryTransport(name, "sender")
+        receiver = SharedMemoryTransport(name, "receiver")
+        (sender if leaver == "sender" else receiver).close()
+        started = time.monotonic()
+        with pytest.raises(TransportError, match="closed its end"):
+            receiver.receive(timeout=20) if leaver == "sender" else sender.send(payload(1), timeout=20)
+        assert time.monotonic() - started < 5
+        sender.close()
+        receiver.close()
+
+
+def test_a_receiving_process_that_dies_in_the_middle():
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    script = Path(__file__).with_name("shm_receiver.py")
+    with SharedMemoryTransport(name, "sender") as sender:
+        process = subprocess.Popen([sys.executable, str(script), name], stdout=subprocess.PIPE, text=True)
+        try:
+            messages = [payload(version, 400_000) for version in (1, 2)]
+            for message in messages:
+                sender.send(message, timeout=100)
+            started = time.monotonic()
+            with pytest.raises(TransportError, match=r"receiver 0 \(process \d+\) died"):
+                sender.send(payload(3, 800_000), timeout=60)
+            assert time.monotonic() - started < 10
+            assert not Path(f"/dev/shm/lora_sync.{name}").exists()  # nothing is left behind
+            out, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert out.split() == [str(word) for message in messages for word in (message.version, message.hash)]
+
+
+def test_ring_refuses_a_second_sender_and_a_second_reader_of_one_number(ring):
+    sender, _ = ring
+    name = sender._path.name.removeprefix("lora_sync.")
+    with pytest.raises(TransportError, match="exists"):
+        SharedMemoryTransport(name, "sender")
+    with pytest.raises(TransportError, match="is taken"):
+        SharedMemoryTransport(name, "receiver", timeout=1)
+    with pytest.raises(TransportError, match="1 readers"):
+        SharedMemoryTransport(name, "receiver", reader=1, timeout=1)
+    with pytest.raises(TransportTimeoutError):
+        SharedMemoryTransport("no-such-ring", "receiver", timeout=0.1)
+    with pytest.raises(TransportError, match="role"):
+        SharedMemoryTransport(name, "both")
+
+
+def test_staging_memory_is_used_again_only_when_nobody_looks_at_it(ring):
+    sender, receiver = ring
+    first, _ = across(sender, receiver, payload(1))
+    kept = next(iter(first.tensors.values()))
+    before, place = kept.clone(), kept.untyped_storage().data_ptr()
+    second, _ = across(sender, receiver, payload(2))
+    assert next(iter(second.tensors.values())).untyped_storage().data_ptr() != place
+    assert torch.equal(kept, before)
+    del first, kept
+    third, _ = across(sender, receiver, payload(3))
+    assert next(iter(third.tensors.values())).untyped_storage().data_ptr() == place
+
+
+def test_buffer_pool_keeps_a_bounded_number():
+    pool = BufferPool(keep=1)
+    held = [pool.take(1000) for _ in range(3)]
+    assert len({t.data_ptr() for t in held}) == 3
+    held.clear()
+    assert len(pool._free) == 1
+    assert pool.take(0).numel() == 0
+
+
+# In process ------------------------------------------------------------------------------------------------------
+
+
+def test_in_process_hands_over_by_reference_and_checks():
+    channel, wanted = InProcessTransport(), payload(1)
+    channel.send(wanted)
+    with pytest.raises(TransportTimeoutError):
+        channel.send(wanted, timeout=0.05)  # one at a time
+    found = channel.receive()
+    assert same(found, wanted)
+    assert all(found.tensors[k] is v for k, v in wanted.tensors.items())
+    channel.send(wanted)
+    next(iter(wanted.tensors.values()))[0, 0] += 1
+    with pytest.raises(CorruptPayloadError, match="copy=True"):
+        channel.receive()
+    with pytest.raises(TransportTimeoutError):
+        channel.receive(timeout=0.05)
+    channel.close()
+    with pytest.raises(TransportError, match="closed"):
+        channel.receive(timeout=5)
+    with pytest.raises(TransportError, match="closed"):
+        channel.send(wanted)
+
+
+# Files -----------------------------------------------------------------------------------------------------------
+
+
+def test_files_give_the_newest_and_each_once(tmp_path):
+    sender, receiver, late = FileTransport(tmp_path / "x", keep=2), FileTransport(tmp_path / "x"), None
+    with pytest.raises(TransportTimeoutError, match="after -1"):
+        receiver.receive(timeout=0.1)
+    for version in (1, 2):
+        sender.send(payload(version))
+        assert same(receiver.receive(timeout=5), payload(version))
+    with pytest.raises(TransportTimeoutError):
+        receiver.receive(timeout=0.1)
+    for version in (3, 4, 5):
+        sender.send(payload(version))
+    assert receiver.receive(timeout=5).version == 5
+    assert len(list((tmp_path / "x").iterdir())) == 2
+    late = FileTransport(tmp_path / "x")
+    assert late.receive(timeout=5).version == 5
+    for version in (5, 4):
+        with pytest.raises(StaleVersionError, match="not newer than 5"):
+            FileTransport(tmp_path / "x").send(payload(version))
+    with pytest.raises(TransportError, match="keep=0"):
+        FileTransport(tmp_path, keep=0)
+
+
+def test_damaged_files_are_named_and_not_skipped(tmp_path):
+    FileTransport(tmp_path).send(payload(1))
+    file = next(tmp_path.iterdir())
+    good = file.read_bytes()
+    file.write_bytes(good[:-3])
+    with pytest.raises(TruncatedPayloadError, match=file.name):
+        FileTransport(tmp_path).receive(timeout=1)
+    file.write_bytes(good[:-1] + bytes([good[-1] ^ 4]))
+    with pytest.raises(CorruptPayloadError, match=file.name):
+        FileTransport(tmp_path).receive(timeout=1)
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path):
+    """A reader polls as fast as it can while versions appear."""
+    stop, seen, errors = threading.Event(), [], []
+
+    def read() -> None:
+        receiver = FileTransport(tmp_path, poll=0.0005)
+        while not stop.is_set():
+            try:
+                seen.append(receiver.receive(timeout=0.5).version)
+            except TransportTimeoutError:
+                continue
+            except LoRASyncError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    sender = FileTransport(tmp_path, keep=1)
+    for version in range(25):
+        sender.send(payload(version, 2000))
+    time.sleep(0.1)
+    stop.set()
+    thread.join()
+    assert not errors
+    assert seen == sorted(set(seen))
+    assert seen[-1] == 24
+
+
+# Weight streams through a transport ------------------------------------------------------------------------------
+
+
+def test_a_weight_stream_travels_bucket_by_bucket(tmp_path, ring):
+    torch.manual_seed(0)
+    source, target = (torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 4)) for _ in range(2))
+    buckets = list(stream_weights(source, version=1, bucket_bytes=1000))
+    assert len(buckets) > 1
+    received = (across(*ring, bucket)[0] for bucket in buckets)
+    receipt = load_weights(target, received)
+    assert receipt.hash == buckets[-1].stream_hash
+    assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
+    channel = FileTransport(tmp_path)
+    reader = FileTransport(tmp_path)
+    for bucket in buckets:
+        channel.send(bucket)
+        found = reader.receive(timeout=5)
+        assert isinstance(found, WeightBucket)
+        assert found.hash == bucket.hash
+
+
+# Ray and torch.distributed ---------------------------------------------------------------------------------------
+
+
+def test_ray_object_store():
+    import ray
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 1024 * 1024)
+    try:
+        with RayTransport() as channel:
+            with pytest.raises(TransportTimeoutError):
+                channel.receive(timeout=0.2)
+
+            @ray.remote(num_cpus=1)
+            def elsewhere(channel) -> tuple[int, str]:
+                message = channel.receive(timeout=60)
+                return message.version, message.compute_hash()
+
+            wanted = payload(1, 1000, torch.bfloat16)
+            pending = elsewhere.remote(channel)
+            channel.send(wanted, timeout=60)
+            assert same(channel.receive(timeout=60), wanted)
+            assert ray.get(pending, timeout=100) == (1, wanted.hash)
+            bad = payload(2)
+            next(iter(bad.tensors.values()))[0, 0] += 1
+            channel.send(bad, timeout=60)
+            with pytest.raises(CorruptPayloadError):
+                channel.receive(timeout=60)
+            ray.kill(channel._mailbox)
+            with pytest.raises(TransportError, match="ActorDied"):
+                channel.send(wanted, timeout=60)
+    finally:
+        ray.shutdown()
+
+
+def test_broadcast_needs_a_process_group():
+    with pytest.raises(TransportError, match="init_process_group"):
+        BroadcastTransport()
+
+
+def test_deadline_counts_down():
+    deadline = Deadline(0.01, "waiting")
+    assert 0 < deadline.left <= 0.01
+    time.sleep(0.02)
+    assert deadline.left == 0.0
+    with pytest.raises(TransportTimeoutError, match="waiting: nothing happened"):
+        deadline.check()

@@ -1,0 +1,97 @@
+"""Full-weight streams: bounded, counted, and complete or refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from lora_sync import (
+    BindError,
+    CorruptPayloadError,
+    StaleVersionError,
+    load_weights,
+    merged_weights,
+    stream_weights,
+    weights_complete,
+)
+
+
+def test_a_stream_makes_another_model_the_same(tools):
+    source, target = tools.adapted(), tools.base(seed=0)
+    for parameter in target.parameters():
+        parameter.data.zero_()
+    buckets = list(stream_weights(source, version=3, bucket_bytes=100_000))
+    receipt = load_weights(target, buckets, previous_version=2)
+    assert (receipt.version, receipt.hash, receipt.buckets) == (3, buckets[-1].stream_hash, len(buckets))
+    assert receipt.tensors_loaded == len(list(target.parameters())) == buckets[-1].total_tensors
+    wanted = tools.base().state_dict()
+    assert all(torch.equal(v, wanted[k]) for k, v in target.state_dict().items())
+    assert weights_complete(target)
+
+
+def test_buckets_are_bounded_and_made_on_demand(tools):
+    source = tools.base()
+    largest = max(p.nbytes for p in source.parameters())
+    limit = 50_000
+    sizes = [sum(t.nbytes for t in b.tensors.values()) for b in stream_weights(source, version=1, bucket_bytes=limit)]
+    assert len(sizes) > 5
+    assert all(size <= max(limit, largest) for size in sizes)
+    stream = stream_weights(source, version=1, bucket_bytes=limit)
+    next(stream)
+    changed = list(source.parameters())[-1]
+    changed.data.add_(1)
+    last = list(stream)[-1]
+    assert any(torch.equal(t, changed) for t in last.tensors.values())  # not read before it was due
+
+
+def test_an_adapter_can_be_added_on_the_way(tools):
+    source, target = tools.adapted(), tools.base()
+    load_weights(target, stream_weights(source, version=1, merge_adapter="default", dtype=torch.float32))
+    sums = dict(merged_weights(source))
+    state = target.state_dict()
+    assert len(sums) == 48
+    assert all(torch.equal(state[name], value) for name, value in sums.items())
+
+
+def test_dtype_and_names_of_the_receiver(tools):
+    target = tools.base().to(torch.bfloat16)
+    load_weights(target, stream_weights(tools.base(), version=1, dtype=torch.bfloat16))
+    names = [n for b in stream_weights(tools.base(), version=1, rename=lambda n: f"transformer.{n}") for n in b.tensors]
+    assert all(n.startswith("transformer.") for n in names)
+    with pytest.raises(BindError, match="rename="):
+        load_weights(target, stream_weights(tools.base(), version=1, rename=lambda n: f"transformer.{n}"))
+
+
+def test_every_way_to_lose_a_bucket_is_named(tools):
+    target = tools.base()
+    buckets = list(stream_weights(target, version=2, bucket_bytes=200_000))
+    assert len(buckets) > 3
+    cases = {
+        "came where": [buckets[0], *buckets[2:]],
+        "came where bucket": [buckets[1], buckets[0], *buckets[2:]],
+        "without its last": buckets[:-1],
+        "of version 9": [buckets[0], replace(buckets[1], version=9), *buckets[2:]],
+        "speaks of": [*buckets[:-1], replace(buckets[-1], total_tensors=1)],
+    }
+    for message, stream in cases.items():
+        with pytest.raises(CorruptPayloadError, match=message):
+            load_weights(target, stream)
+        assert not weights_complete(target)
+    twice = [buckets[0], replace(buckets[0], index=1), *(replace(b, index=b.index + 1) for b in buckets[1:])]
+    with pytest.raises(CorruptPayloadError, match="sent twice"):
+        load_weights(target, twice)
+    with pytest.raises(StaleVersionError):
+        load_weights(target, buckets, previous_version=2)
+    load_weights(target, buckets)
+    assert weights_complete(target)
+
+
+def test_a_model_with_more_parameters_is_not_half_loaded(tools):
+    small, big = (
+        torch.nn.Sequential(torch.nn.Linear(3, 3)),
+        torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)),
+    )
+    with pytest.raises(BindError, match="2 of 4 parameters were not sent"):
+        load_weights(big, stream_weights(small, version=1))
+    assert not weights_complete(big)
