@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.hf_storage
 from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel  # noqa: F401 - for the children
 from diffusion_losses import DiffusionLossConfig
-from fsdp_diffusers_engine import DiffusionLoss, ForwardProcessConfig, reduce_metrics
+from fsdp_diffusers_engine import DiffusionLoss, ForwardProcessConfig, MixedPrecisionConfig, reduce_metrics
 from lora_sync import extract_lora
 
 SPEC = importlib.util.spec_from_file_location("engine_conftest", Path(__file__).with_name("conftest.py"))
@@ -112,6 +112,19 @@ def full(rank: int, world: int) -> Any:
     return found | {"stream": dict(stream), "read": read[0] / total}
 
 
+def mixed(rank: int, world: int) -> Any:
+    """Full fine-tuning that computes in bf16 and keeps fp32 weights; one rank shards alone to get the same policy."""
+    engine = HELP.build_engine(
+        QWEN,
+        full=True,
+        optim={"lr": 1e-4},
+        engine={"mixed_precision": MixedPrecisionConfig(), "sharding": "auto" if world > 1 else "always"},
+    )
+    data = share(qwen_batch("even"), SPLITS[world]["even"], rank)
+    found = update(engine, data, DiffusionLossConfig(clip_ratio=9.0))
+    return found | {"stored": sorted({str(p.dtype) for p in engine.trainable.values()})}
+
+
 def forward_process(rank: int, world: int) -> Any:
     engine = HELP.build_engine(
         QWEN, "forward_process", optim={"lr": 1e-4}, forward=ForwardProcessConfig(levels="uniform", num_levels=2)
@@ -194,9 +207,9 @@ def failing(rank: int, world: int) -> Any:
 Scenario = Callable[[int, int], Any]
 PLAN: list[tuple[int, list[Scenario]]] = [
     (1, [lora_even, lora_uneven, full, forward_process, experts, sequence, save]),
-    (2, [lora_even, lora_uneven, full, forward_process, experts, sequence, save, failing]),
+    (2, [lora_even, lora_uneven, full, forward_process, experts, sequence, mixed, save, failing]),
     (4, [lora_uneven, load]),
-    (1, [load, one_sharded]),
+    (1, [load, one_sharded, mixed]),
 ]
 
 

@@ -184,3 +184,58 @@ def test_bad_batches_say_what_to_change(make_engine: Any, make_batch: Any) -> No
             engine.forward_backward(data, loss)
     with pytest.raises(EngineError, match="loss_function"):
         engine.forward_backward_batch(make_batch(count=2), None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"engine": {"activation_offload": True}},
+        {"model": {"enable_gradient_checkpointing": False}},
+        {"model": {"attn_backend": "native"}},
+        {"engine": {"param_offload": True, "optimizer_offload": True}},
+    ],
+    ids=["activation_offload", "no_checkpointing", "attn_backend", "offload"],
+)
+def test_memory_options_change_no_number(make_engine: Any, make_batch: Any, stir: Any, options: Any) -> None:
+    found = []
+    for chosen in ({}, options):
+        engine, data = make_engine(**chosen), make_batch(count=3)
+        stir(engine)
+        data["old_log_probs"] = torch.zeros(3, 2)
+        found.append(gradients(engine, data, DiffusionLoss(DiffusionLossConfig(clip_ratio=9.0))))
+    assert close(found[1], found[0], 1e-6)
+
+
+def test_compiled_blocks_change_no_number(
+    make_engine: Any, make_batch: Any, stir: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    original = torch.nn.Module.compile
+
+    def traced(self: Any, *args: Any, **kwargs: Any) -> None:
+        compiled.append(type(self).__name__)
+        original(self, *args, backend="eager", **kwargs)  # traced by Dynamo, without a C++ compiler
+
+    monkeypatch.setattr(torch.nn.Module, "compile", traced)
+    found = []
+    for compile_blocks in (False, True):
+        engine, data = make_engine(engine={"use_torch_compile": compile_blocks}), make_batch(count=2)
+        stir(engine)
+        data["old_log_probs"] = torch.zeros(2, 2)
+        found.append(gradients(engine, data, DiffusionLoss(LOSS)))
+    assert compiled == ["QwenImageTransformerBlock"] * 2
+    assert close(found[1], found[0], 1e-5)
+
+
+def test_settings_of_a_batch(make_engine: Any, make_batch: Any) -> None:
+    from fsdp_diffusers_engine.batch import plain, sampling_meta
+
+    data = make_batch(count=2)
+    data.set_non_tensor("true_cfg_scale", (4.0, 3.0))
+    meta = sampling_meta(data)
+    assert (meta.true_cfg_scale, meta.guided, meta.height) == ((4.0, 3.0), True, 32)
+    other = make_batch(count=2)
+    other.set_non_tensor("height", 64)
+    with pytest.raises(EngineError, match="different height"):
+        plain(torch.cat([data.exclude("true_cfg_scale"), other]), "height")
+    assert plain(torch.cat([data, data]), "height") == 32

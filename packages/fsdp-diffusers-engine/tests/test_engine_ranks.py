@@ -102,6 +102,17 @@ def test_one_sharded_process_is_the_plain_one(ranks: Any) -> None:
     assert_same_update(ranks("one_sharded", 1), ranks("lora_even", 1))
 
 
+def test_mixed_precision_keeps_fp32_weights_and_agrees_within_bf16(ranks: Any) -> None:
+    single, plain = ranks("mixed", 1), ranks("full", 1)
+    scale = max(float(g.abs().max()) for g in single["grads"].values())
+    for rank in range(2):
+        found = ranks("mixed", 2, rank)
+        assert found["stored"] == ["torch.float32"]
+        assert apart(found["grads"], single["grads"]) <= 2e-2 * scale
+        assert found["norm"] == pytest.approx(single["norm"], rel=1e-2)
+    assert single["grads"].keys() == plain["grads"].keys()
+
+
 def test_a_failing_rank_ends_the_others_with_its_error(ranks: Any) -> None:
     first, second = ranks("failing", 2, 0), ranks("failing", 2, 1)
     assert second["error"] == "ZeroDivisionError"

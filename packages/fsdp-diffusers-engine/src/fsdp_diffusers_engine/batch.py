@@ -38,8 +38,9 @@ class SamplingMeta:
     width: int
     """Pixels."""
     num_frames: int = 1
-    true_cfg_scale: float = 1.0
-    """Classifier-free guidance; 1 trains (and samples) with one forward per step."""
+    true_cfg_scale: float | tuple[float, float] = 1.0
+    """Classifier-free guidance; 1 trains (and samples) with one forward per step. A pair (a tuple, in the batch) is for
+    models with two experts."""
     guidance_scale: float | None = None
     """Guidance that the model takes as an input (FLUX.1-dev); None where it takes none."""
     kind: str = "flow_sde"
@@ -47,6 +48,12 @@ class SamplingMeta:
     noise_level: float = 0.7
     log_prob_form: str | None = None
     """Convention of the log-probability; None is the kind's own."""
+
+    @property
+    def guided(self) -> bool:
+        """Whether a step costs two forwards."""
+        scale = self.true_cfg_scale
+        return max(scale) > 1 if isinstance(scale, tuple) else scale > 1
 
     @property
     def velocity_kwargs(self) -> dict[str, Any]:
@@ -63,7 +70,8 @@ class SamplingMeta:
 def plain(data: TensorDict | Mapping[str, Any], key: str, default: Any = None) -> Any:
     """A non-tensor entry of ``data``: one value for the batch. ``default`` when it is absent.
 
-    A batch that was stacked from single samples carries one value per sample; they must agree.
+    A batch that was stacked from single samples carries a list with one value per sample; they must agree. A tuple is
+    one value.
     """
     if key not in data.keys():  # noqa: SIM118 - a TensorDict iterates over its samples
         return default
@@ -71,7 +79,7 @@ def plain(data: TensorDict | Mapping[str, Any], key: str, default: Any = None) -
     value = getattr(value, "data", value) if type(value).__module__.startswith("tensordict") else value
     if isinstance(value, Tensor):
         value = value.tolist() if value.ndim else value.item()
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         first = value[0] if value else default
         if any(entry != first for entry in value):
             raise EngineError(
@@ -119,15 +127,23 @@ def prompts(data: Mapping[str, Any], prefix: str = "", multiple: int = 1) -> Pro
     embeds = data.get(f"{prefix}prompt_embeds")
     if embeds is None:
         return None
+    mask = data.get(f"{prefix}prompt_embeds_mask")
     if embeds.is_nested:
         embeds, mask = pad_jagged(embeds)
-    else:
-        mask = data.get(f"{prefix}prompt_embeds_mask")
-        if mask is None:
-            mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
+    elif mask is None:
+        mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
     pooled = data.get(f"{prefix}pooled_prompt_embeds")
     found = PromptEmbeds(embeds, mask.bool(), pooled)
     return found.pad_to(-(-embeds.shape[1] // multiple) * multiple) if multiple > 1 else found
+
+
+def with_prompts(micro: dict[str, Any], multiple: int) -> dict[str, Any]:
+    """Put ``cond`` and ``negative`` beside a micro-batch's tensors: made once, used by every step and policy."""
+    return {
+        **micro,
+        "cond": prompts(micro, "", multiple),
+        "negative": prompts(micro, "negative_", multiple),
+    }
 
 
 def select(data: TensorDict | Mapping[str, Any], keys: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:

@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lora_sync.adapters import LoRAAdapterMixin
 from torch import Tensor, nn
 
 from . import adapters, checkpoint, loading, loop, offload, optim, sharding, weights
 from .batch import SamplingMeta
 from .config import MISSING, CheckpointConfig, DiffusionModelConfig, FSDPEngineConfig, FSDPOptimizerConfig
-from .errors import EngineError, EngineStateError, nearest
+from .errors import EngineError, EngineStateError
 from .failures import shared_failure
 from .precision import dtype_of, keep_adapters_in
-from .states import WeightStates
+from .states import PolicyStatesMixin, WeightStates
 
 if TYPE_CHECKING:
     from diffusion_losses.config import DiffusionLossConfig
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     LossFunction = Callable[..., Any]
 
 
-class DiffusersFSDPEngine(LoRAAdapterMixin, ABC):
+class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
     """Engine over one transformer. Construct, :meth:`initialize`, then train.
 
     Args:
@@ -48,7 +47,6 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, ABC):
         optimizer_steps, skipped_steps: counters; a step is skipped when its gradient is not finite.
     """
 
-    module: nn.Module
     spec: ModelSpec
     device: torch.device
     layout: sharding.Layout
@@ -71,7 +69,7 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, ABC):
         if model_config.lora_rank < 0:
             raise EngineError(f"lora_rank={model_config.lora_rank!r} must be 0 (train everything) or positive")
         self.trainable: dict[str, nn.Parameter] = {}
-        self.states: WeightStates | None = None
+        self.states = None
         self.optimizer_steps = 0
         self.skipped_steps = 0
         self._initialized = False
@@ -278,40 +276,6 @@ class DiffusersFSDPEngine(LoRAAdapterMixin, ABC):
         self._need("lr_scheduler_step")
         self.lr_scheduler.step()
         return self.lr_scheduler.get_last_lr()[0]
-
-    # ------------------------------------------------------------------ policy states
-
-    def use_adapter(self, name: str) -> AbstractContextManager[Any]:
-        """Run with the policy state ``name``; ``reference`` is the base (LoRA) or the kept start (full)."""
-        self._need("use_adapter")
-        known = [adapters.REFERENCE, *adapters.adapter_names(self.module)]
-        if self.states is None and name not in known:
-            raise EngineError(
-                f"policy state {name!r} is not kept (there are {known}, nearest {nearest(name, known, 1)}); add it to "
-                f"policy_state_adapters"
-            )
-        return super().use_adapter(name) if self.states is None else self.states.use(name)
-
-    def disable_adapter(self) -> AbstractContextManager[Any]:
-        """Run as the reference policy."""
-        self._need("disable_adapter")
-        return super().disable_adapter() if self.states is None else self.states.use(adapters.REFERENCE)
-
-    def copy_adapter(self, source: str = adapters.TRAINED, target: str = "old") -> None:
-        """Copy one policy state onto another, bitwise."""
-        self._need("copy_adapter")
-        if self.states is None:
-            super().copy_adapter(source, target)
-        else:
-            self.states.blend(source, target, 0.0)
-
-    def ema_update_adapter(self, source: str = adapters.TRAINED, target: str = "old", decay: float = 0.0) -> None:
-        """``target ← decay · target + (1 - decay) · source``."""
-        self._need("ema_update_adapter")
-        if self.states is None:
-            super().ema_update_adapter(source, target, decay)
-        else:
-            self.states.blend(source, target, decay)
 
     # ------------------------------------------------------------------ weights out, checkpoints
 

@@ -125,8 +125,8 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
             "sigma": sigma,
             "noise": noise,
             "x0": x0,
-            "cond": batch.prompts(micro_batch, "", self.layout.sp_size),
-            "negative": batch.prompts(micro_batch, "negative_", self.layout.sp_size),
+            "cond": micro_batch["cond"],
+            "negative": micro_batch["negative"],
         }
 
     def forward_step(
@@ -157,7 +157,8 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
         """Velocities of the old and the reference policy, as far as the loss reads them."""
         if config is None:
             return {}
-        inputs, found = self.prepare_model_inputs(micro_batch, step), {}
+        inputs = self.prepare_model_inputs(micro_batch, step)
+        found: dict[str, Any] = {}
         reference = self.forward_config.reference_state if config.needs_reference else None
         old = "old" if config.needs_old_velocity and "old" in self.model_config.policy_state_adapters else None
         for state in dict.fromkeys(name for name in (old, reference) if name is not None):

@@ -32,7 +32,7 @@ class WeightSource(Protocol):
     """Where a parameter's values come from."""
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
-        """The part ``index`` of tensor ``name``, whose whole shape is ``shape``, on the CPU."""
+        """The part ``index`` of tensor ``name``, whose whole shape is ``shape``, on any device."""
         ...
 
 
@@ -98,10 +98,14 @@ class FolderSource:
 
 
 class RandomSource:
-    """Random weights of a sane size for a model without a checkpoint, each tensor from (seed, its name)."""
+    """Random weights of a sane size for a model without a checkpoint, each tensor from (seed, its name).
 
-    def __init__(self, seed: int) -> None:
+    Drawn on ``device``: twenty billion numbers take minutes on a CPU and seconds on a GPU (which draws others).
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
+        self.device = device
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
         """See :class:`WeightSource`. Matrices N(0, 0.02²), norm weights 1, biases 0."""
@@ -109,8 +113,8 @@ class RandomSource:
             whole = torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
             return whole[index] if shape else whole
         digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-        return torch.randn(*shape, generator=generator)[index] * 0.02
+        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "big") >> 1)
+        return torch.randn(*shape, generator=generator, device=self.device)[index] * 0.02
 
 
 def build(
@@ -125,7 +129,8 @@ def build(
 
     transformer_class = getattr(diffusers, spec.transformer_class)
     if config.transformer_config is not None:
-        return _on_meta(transformer_class, dict(config.transformer_config), dtype), RandomSource(config.lora_seed)
+        empty = _on_meta(transformer_class, dict(config.transformer_config), dtype)
+        return empty, RandomSource(config.lora_seed, device)
     alone = None if config.transformer_subfolder is None else Path(config.path) / config.transformer_subfolder
     try:
         folders = {"": alone} if alone is not None else spec.transformer_folders(config.path)

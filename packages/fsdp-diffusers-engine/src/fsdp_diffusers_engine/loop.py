@@ -68,7 +68,10 @@ def cut(
     total = batch.plain(data, "global_count")
     if total is None:
         total = sharding.all_reduce_number(counted, engine.layout.dp_group)
-    return [{**micro, "global_count": max(int(total), 1)} for micro in batch.micro_batches(tensors, size)]
+    return [
+        {**batch.with_prompts(micro, engine.layout.sp_size), "global_count": max(int(total), 1)}
+        for micro in batch.micro_batches(tensors, size)
+    ]
 
 
 def apply_loss(

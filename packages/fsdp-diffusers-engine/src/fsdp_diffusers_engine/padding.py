@@ -7,7 +7,7 @@ jagged tensors; a micro-batch pads again to its own longest prompt. Nothing is e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -60,9 +60,14 @@ def lengths_to_offsets(lengths: list[int], device: torch.device) -> Tensor:
     return offsets.to(device)
 
 
+def _offsets(jagged: Any) -> Tensor:
+    offsets: Tensor = jagged.offsets()
+    return offsets
+
+
 def pad_jagged(embeds: Tensor) -> tuple[Tensor, Tensor]:
     """Jagged [B, s_b, C] → ([B, S, C] padded with zeros to the longest, mask [B, S] bool)."""
-    values, offsets = embeds.values(), embeds.offsets()
+    values, offsets = embeds.values(), _offsets(embeds)
     lengths = offsets.diff()
     longest = int(lengths.max())
     mask = torch.arange(longest, device=values.device) < lengths[:, None]
@@ -73,7 +78,7 @@ def pad_jagged(embeds: Tensor) -> tuple[Tensor, Tensor]:
 
 def narrow_jagged(embeds: Tensor, start: int, stop: int) -> Tensor:
     """Rows ``start:stop`` of a jagged tensor."""
-    offsets = embeds.offsets()
+    offsets = _offsets(embeds)
     first, last = int(offsets[start]), int(offsets[stop])
     return torch.nested.nested_tensor_from_jagged(embeds.values()[first:last], offsets[start : stop + 1] - first)
 
@@ -92,7 +97,7 @@ def embeds_padding_2_no_padding(data: TensorDict) -> TensorDict:
         data[key] = to_jagged(data[key], mask, mask_key)
         if mask is not None:
             values = torch.ones(data[key].values().shape[0], dtype=torch.bool, device=mask.device)
-            data[mask_key] = torch.nested.nested_tensor_from_jagged(values, data[key].offsets())
+            data[mask_key] = torch.nested.nested_tensor_from_jagged(values, _offsets(data[key]))
     return data
 
 

@@ -74,7 +74,7 @@ def training_flops(
 
     size = (meta.height, meta.width, meta.num_frames)
     forward = engine.spec.flops(engine.module.config, samples, *size, text_tokens=text_tokens)  # type: ignore[arg-type]
-    forward *= steps * (2 if meta.true_cfg_scale > 1 else 1)
+    forward *= steps * (2 if meta.guided else 1)
     full = with_backward(
         forward, full=not engine.lora, gradient_checkpointing=engine.model_config.enable_gradient_checkpointing
     )

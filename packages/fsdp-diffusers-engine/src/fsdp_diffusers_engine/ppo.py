@@ -106,8 +106,8 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             "sigma": sigma.to(self.device),
             "sigma_next": sigma_next.to(self.device),
             "transition": {k: float(v[0]) for k, v in transition.items()} if shared else transition,
-            "cond": batch.prompts(micro_batch, "", self.layout.sp_size),
-            "negative": batch.prompts(micro_batch, "negative_", self.layout.sp_size),
+            "cond": micro_batch["cond"],
+            "negative": micro_batch["negative"],
         }
 
     def prepare_model_outputs(self, velocity: Tensor, inputs: Mapping[str, Any], meta: SamplingMeta) -> dict[str, Any]:

@@ -23,11 +23,10 @@ def enable_ulysses(module: nn.Module, layout: Layout, device: torch.device) -> N
     Does what diffusers' ``enable_parallelism`` does, without its assumption that the ranks compute on the machine's
     accelerator (gloo on CPUs works here too). Errors: :class:`EngineError` without a plan, or for heads that do not divide.
     """
-    from diffusers import ContextParallelConfig
     from diffusers.hooks.context_parallel import apply_context_parallel
-    from diffusers.models._modeling_parallel import ParallelConfig
+    from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 
-    transformers = [m for m in module.modules() if getattr(m, "_cp_plan", None)]
+    transformers: list[Any] = [m for m in module.modules() if getattr(m, "_cp_plan", None)]
     if not transformers:
         raise EngineError(
             f"ulysses_sequence_parallel_size={layout.sp_size}: {type(module).__name__} has no context-parallel plan in "
@@ -36,18 +35,18 @@ def enable_ulysses(module: nn.Module, layout: Layout, device: torch.device) -> N
     mesh = layout.sequence_mesh
     assert mesh is not None
     for transformer in transformers:
-        heads = transformer.config.num_attention_heads  # type: ignore[union-attr]
+        heads = transformer.config.num_attention_heads
         if heads % layout.sp_size:
             raise EngineError(
                 f"ulysses_sequence_parallel_size={layout.sp_size} does not divide the {heads} attention heads; "
                 f"use a divisor"
             )
-        config = ParallelConfig(context_parallel_config=ContextParallelConfig(ulysses_degree=layout.sp_size, mesh=mesh))
+        tokens = ContextParallelConfig(ulysses_degree=layout.sp_size, mesh=mesh)
+        config = ParallelConfig(context_parallel_config=tokens)
         config.setup(layout.rank, layout.world_size, device, mesh=mesh["ring", "ulysses"])
-        model: Any = transformer
-        model._parallel_config = config
-        for child in model.modules():
-            processor = getattr(child, "processor", None)
+        transformer._parallel_config = config
+        for child in transformer.modules():
+            processor: Any = getattr(child, "processor", None)
             if hasattr(processor, "_parallel_config"):
-                processor._parallel_config = config  # type: ignore[union-attr]
-        apply_context_parallel(model, config.context_parallel_config, model._cp_plan)
+                processor._parallel_config = config
+        apply_context_parallel(transformer, tokens, transformer._cp_plan)

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from lora_sync.adapters import LoRAAdapterMixin
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from . import adapters
 from .errors import EngineError, nearest
 
 
@@ -93,3 +95,51 @@ class WeightStates:
 
     def _tensors(self, name: str) -> Mapping[str, Tensor]:
         return self.parameters if name == "default" else self._state(name)
+
+
+class PolicyStatesMixin(LoRAAdapterMixin):
+    """The engine's named policies behind one set of calls, whichever way they are kept.
+
+    ``states`` is None while adapters are trained: then a policy state is an adapter.
+    """
+
+    states: WeightStates | None
+
+    def _need(self, what: str) -> None:
+        """Refuse a call that comes before the module exists."""
+        raise NotImplementedError
+
+    @contextmanager
+    def use_adapter(self, name: str) -> Iterator[None]:
+        """Run with the policy state ``name``; ``reference`` is the base (LoRA) or the kept start (full)."""
+        self._need("use_adapter")
+        known = [adapters.REFERENCE, *adapters.adapter_names(self.module)]
+        if self.states is None and name not in known:
+            raise EngineError(
+                f"policy state {name!r} is not kept (there are {known}, nearest {nearest(name, known, 1)}); add it to "
+                f"policy_state_adapters"
+            )
+        with super().use_adapter(name) if self.states is None else self.states.use(name):
+            yield
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Run as the reference policy."""
+        with self.use_adapter(adapters.REFERENCE):
+            yield
+
+    def copy_adapter(self, source: str = adapters.TRAINED, target: str = "old") -> None:
+        """Copy one policy state onto another, bitwise."""
+        self._need("copy_adapter")
+        if self.states is None:
+            super().copy_adapter(source, target)
+        else:
+            self.states.blend(source, target, 0.0)
+
+    def ema_update_adapter(self, source: str = adapters.TRAINED, target: str = "old", decay: float = 0.0) -> None:
+        """``target ← decay · target + (1 - decay) · source``."""
+        self._need("ema_update_adapter")
+        if self.states is None:
+            super().ema_update_adapter(source, target, decay)
+        else:
+            self.states.blend(source, target, decay)

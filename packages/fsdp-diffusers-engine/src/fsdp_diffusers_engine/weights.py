@@ -74,7 +74,8 @@ def _merged(engine: DiffusersFSDPEngine, adapter: str) -> Iterator[tuple[str, Te
         value = loading.whole(parameter)
         layer = layers.get(name.removesuffix(".base_layer.weight"))
         if layer is not None and adapter in layer.lora_A:
-            up, down = (loading.whole(side[adapter].weight) for side in (layer.lora_B, layer.lora_A))
+            sides: tuple[Any, Any] = (layer.lora_B[adapter], layer.lora_A[adapter])
+            up, down = (loading.whole(side.weight) for side in sides)
             # The product is rounded once, together with the sum.
             value = (value.float() + layer.scaling[adapter] * (up.float() @ down.float())).to(value.dtype)
         yield _stock(name), value
