@@ -24,6 +24,7 @@ BUILTIN = {
     "ocr": "image_rewards.ocr:OcrReward",
     "sharpness": "image_rewards.quality:SharpnessReward",
     "http": "image_rewards.http:HttpReward",
+    "vlm": "image_rewards.vlm:VlmReward",
     "combine": "image_rewards.combine:CombinedReward",
 }
 
@@ -36,10 +37,10 @@ def available() -> dict[str, str]:
 
 def reward_class(name: str) -> type[Reward]:
     """The class behind `name`. Raises `UnknownRewardError` with the nearest name."""
-    known = available()
-    target = known.get(name, name)
+    target = BUILTIN.get(name) or available().get(name, name)  # looking at what is installed takes a while
     module_name, _, attribute = target.partition(":")
     if not attribute:
+        known = available()
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UnknownRewardError(

@@ -14,6 +14,7 @@ from typing import Any
 from image_rewards.base import PerSampleReward, RewardResult, RewardSample
 from image_rewards.errors import RewardConfigError, RewardTargetError
 from image_rewards.pixels import BACKGROUNDS, COLORS, SHAPES, Scene, read_scene
+from image_rewards.scene_rules import Found, judge, parse_questions
 
 NUMBERS = {"a": 1, "an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8}
 _CAPTION = re.compile(
@@ -114,6 +115,8 @@ def is_clean(scene: Scene) -> bool:
 class ShapesReward(PerSampleReward):
     """score = strict_weight * strict + parts_weight * parts; components as in `score_scene`.
 
+    Metadata with "include" asks GenEval's questions instead (`scene_rules`: several kinds of objects, colours, relative
+    positions; classes are the shapes), with the picture's "background" as an optional further part.
     strict alone is a sparse signal; parts alone can be won by getting three of four right for ever.
     """
 
@@ -128,9 +131,34 @@ class ShapesReward(PerSampleReward):
         self.strict_weight, self.parts_weight = strict_weight, parts_weight
 
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
-        parse_target(prompt, metadata)
+        if "include" in metadata:
+            parse_questions(metadata, SHAPES, COLORS)
+            if metadata.get("background", "black") not in BACKGROUNDS:
+                raise RewardTargetError(
+                    f"shapes: background={metadata['background']!r} is unknown. Choose one of {', '.join(BACKGROUNDS)}."
+                )
+        else:
+            parse_target(prompt, metadata)
 
     def score_one(self, sample: RewardSample) -> RewardResult:
-        components = score_scene(read_scene(sample.image), parse_target(sample.prompt, sample.metadata))
+        scene = read_scene(sample.image)
+        if "include" in sample.metadata:
+            components = answer_questions(scene, sample.metadata)
+        else:
+            components = score_scene(scene, parse_target(sample.prompt, sample.metadata))
         score = self.strict_weight * components["strict"] + self.parts_weight * components["parts"]
         return RewardResult(score, components)
+
+
+def answer_questions(scene: Scene, metadata: Mapping[str, Any]) -> dict[str, float]:
+    """Components of `scene_rules.judge` for the objects of a scene; with "background" in the metadata, that too."""
+    found = [Found(o.shape, o.box, 1.0, o.color) for o in scene.objects if o.shape is not None]
+    components = judge(found, parse_questions(metadata, SHAPES, COLORS))
+    if "background" in metadata:
+        parts = [components[k] for k in ("count", "color", "position") if k in components]
+        right = float(scene.background == metadata["background"])
+        components["background"] = right
+        components["strict"] = min(components["strict"], right)
+        components["parts"] = (sum(parts) + right) / (len(parts) + 1)
+    components["off"] = scene.off_palette
+    return components

@@ -1,0 +1,162 @@
+"""GenEval's questions about a scene, from whatever found the objects.
+
+After GenEval (Ghosh et al., 2023, arXiv:2310.11513): is the object there, are there so many, in this colour, in
+this place relative to another? A detector (`geneval`) or plain pixels (`shapes`) say what is in the picture; the
+rules are the same.
+
+    metadata {"include": [{"class": "circle", "count": 2, "color": "red"},
+                          {"class": "square", "count": 1, "position": ["left of", 0]}],
+              "exclude": [{"class": "circle", "count": 3}]}
+
+`position` relates every matched object to every matched object of the include entry with that number. `exclude`
+fails the picture when at least `count` objects of the class are there, which is how "exactly two" is said. Beyond
+GenEval's right or wrong, each question also has a share in [0, 1], for rewards that need a slope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from image_rewards.errors import RewardTargetError
+
+RELATIONS = ("left of", "right of", "above", "below")
+POSITION_SLACK = 0.1  # objects may overlap by this share of their summed sizes and still be apart
+
+
+@dataclass(frozen=True)
+class Found:
+    """An object in the picture: class, box (left, top, right, bottom) in pixels, confidence, colour where it is
+    known."""
+
+    name: str
+    box: tuple[float, float, float, float]
+    confidence: float = 1.0
+    color: str | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One entry of include or exclude."""
+
+    name: str
+    count: int
+    color: str | None = None
+    relation: str | None = None
+    to: int = 0
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What a picture must and must not show."""
+
+    include: tuple[Asked, ...]
+    exclude: tuple[Asked, ...]
+
+
+def parse_questions(metadata: Mapping[str, Any], names: Container[str], colors: Container[str]) -> Questions:
+    """Read include and exclude. Raises `RewardTargetError` for whatever could never be found."""
+    include = _entries(metadata.get("include"), "include", names, colors)
+    if not include:
+        raise RewardTargetError(f"no 'include' in metadata {dict(metadata)!r}: list at least one object to look for.")
+    for number, asked in enumerate(include):
+        if asked.relation is not None and not 0 <= asked.to < number:
+            raise RewardTargetError(
+                f"include[{number}]: position refers to entry {asked.to!r}; it must be one of the entries before it."
+            )
+    return Questions(include, _entries(metadata.get("exclude", []), "exclude", names, colors))
+
+
+def _entries(given: Any, where: str, names: Container[str], colors: Container[str]) -> tuple[Asked, ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise RewardTargetError(f"{where}={given!r} must be a list of objects.")
+    entries = []
+    for number, row in enumerate(given):
+        label = f"{where}[{number}]"
+        if not isinstance(row, Mapping) or "class" not in row:
+            raise RewardTargetError(f"{label}={row!r} must be of the form {{'class': NAME, 'count': NUMBER, ...}}.")
+        unknown = set(row) - {"class", "count", "color", "position"}
+        if unknown:
+            raise RewardTargetError(f"{label} has the unknown key {sorted(unknown)[0]!r}.")
+        count, color, position = row.get("count", 1), row.get("color"), row.get("position")
+        if row["class"] not in names:
+            raise RewardTargetError(f"{label}: class={row['class']!r} is not one that can be found.")
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise RewardTargetError(f"{label}: count={count!r} must be a whole number of at least 1.")
+        if color is not None and color not in colors:
+            raise RewardTargetError(f"{label}: color={color!r} is not one that can be told.")
+        relation, to = None, 0
+        if position is not None:
+            if not (isinstance(position, Sequence) and len(position) == 2 and isinstance(position[1], int)):
+                raise RewardTargetError(f"{label}: position={position!r} must be [RELATION, ENTRY NUMBER].")
+            relation, to = position
+            if relation not in RELATIONS:
+                raise RewardTargetError(
+                    f"{label}: position={relation!r} is unknown. Choose one of {', '.join(RELATIONS)}."
+                )
+        entries.append(Asked(row["class"], count, color, relation, to))
+    return tuple(entries)
+
+
+def relations_between(a: Sequence[float], b: Sequence[float]) -> set[str]:
+    """Where box `a` lies as seen from box `b`: none, one or two of `RELATIONS`."""
+    left, top, right, bottom = a
+    from_left, from_top, from_right, from_bottom = b
+    offset = np.array([left + right - from_left - from_right, top + bottom - from_top - from_bottom]) / 2
+    sizes = np.array([right - left + from_right - from_left, bottom - top + from_bottom - from_top])
+    apart = np.sign(offset) * np.maximum(np.abs(offset) - POSITION_SLACK * sizes, 0)
+    if not apart.any():
+        return set()
+    x, y = apart / np.linalg.norm(offset)
+    held = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
+    return {relation for relation, holds in held.items() if holds}
+
+
+def judge(found: Sequence[Found], questions: Questions) -> dict[str, float]:
+    """Components in [0, 1].
+
+    strict    1 when GenEval would call the picture right
+    count     mean share of the objects asked for that are there (and of the bounds of exclude that are kept)
+    color     mean share of matched objects that have the colour asked for; absent when none is asked for
+    position  share of the pairs that stand as asked for; absent when none is asked for
+    parts     mean of count, color and position, as far as they are asked for
+    """
+    counts: list[float] = []
+    colors: list[float] = []
+    positions: list[float] = []
+    groups: list[list[Found]] = []
+    right = True
+    for asked in questions.include:
+        group = [f for f in sorted(found, key=lambda f: -f.confidence) if f.name == asked.name]
+        if (
+            asked.color is not None
+        ):  # GenEval takes the most confident; among equals, those of the right colour come first
+            group.sort(key=lambda f: (-f.confidence, f.color != asked.color))
+        group = group[: asked.count]
+        complete = len(group) == asked.count
+        counts.append(len(group) / asked.count)
+        if asked.color is not None:
+            colors.append(sum(f.color == asked.color for f in group) / asked.count)
+            complete = complete and colors[-1] == 1
+        if asked.relation is not None:
+            pairs = [asked.relation in relations_between(f.box, other.box) for f in group for other in groups[asked.to]]
+            positions.append(sum(pairs) / len(pairs) if pairs else 0.0)
+            complete = complete and positions[-1] == 1
+        right = right and complete
+        groups.append(group if complete or asked.relation is None else [])
+    for asked in questions.exclude:
+        present = sum(f.name == asked.name and asked.color in (None, f.color) for f in found)
+        counts.append(float(present < asked.count))
+        right = right and present < asked.count
+    components = {"strict": float(right), "count": float(np.mean(counts))}
+    if colors:
+        components["color"] = float(np.mean(colors))
+    if positions:
+        components["position"] = float(np.mean(positions))
+    components["parts"] = float(np.mean([v for k, v in components.items() if k != "strict"]))
+    return components
