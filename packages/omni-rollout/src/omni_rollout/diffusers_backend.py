@@ -288,6 +288,7 @@ class DiffusersBackend:
         with self.lifecycle.syncing(self.policy_version):
             for layer in layers_of(self.transformer, adapter).values():
                 layer.delete_adapter(adapter)
+            getattr(self.transformer, "peft_config", {}).pop(adapter, None)
             self._adapters.discard(adapter)
         return True
 

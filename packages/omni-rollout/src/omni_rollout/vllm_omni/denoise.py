@@ -164,33 +164,37 @@ class RolloutMixin:
 
     timestep_scale: float = 1000.0
     """What the transformer's `timestep` argument is at sigma 1."""
-    velocity_sign: float = 1.0
-    """-1 for transformers that predict the velocity towards the data."""
     policy_version: int = 0
     _batch: RolloutBatch | None = None
+    _row_sigmas: list[float] | None = None
     _prompt_cache: OrderedDict[tuple[str, int], tuple[Tensor, ...]]
 
     def forward(self, req: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """A whole batch of requests, one output each."""
         rows = [(params.extra_args or {}).get(KNOBS) for params in req.sampling_params_list]
         if not any(row is not None for row in rows):
-            return super().forward(req, *args, **kwargs)  # type: ignore[misc]
+            return self.run_batch(req, *args, **kwargs)
         if any(row is None for row in rows):
             raise RolloutConfigError("a batch mixes rollout requests and plain ones: send them to different engines.")
         self._batch = batch = RolloutBatch(rows)  # type: ignore[arg-type]
         try:
-            outputs = super().forward(req, *args, **kwargs)  # type: ignore[misc]
+            outputs = self.run_batch(req, *args, **kwargs)
         finally:
             self._batch = None
-        outputs = outputs if isinstance(outputs, list) else [outputs]
         return [self._attach(output, batch.result(i, self.policy_version)) for i, output in enumerate(outputs)]
+
+    def run_batch(self, req: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """The engine's own forward: one output per request."""
+        outputs: list[Any] = super().forward(req, *args, **kwargs)  # type: ignore[misc]
+        return outputs
 
     @staticmethod
     def _attach(output: Any, fields: dict[str, Any]) -> Any:
         """Latents go where the engine ships tensors through shared memory, the small rest beside them."""
         stacks = [fields.pop(name, None) for name in ("latents", "next_latents")]
         big = torch.cat([*(part for part in stacks if part is not None), fields.pop("final_latents")[None]])
-        return replace(output, trajectory_latents=big, trajectory_log_probs=fields, to_cpu=True)
+        # Video comes as typed media, which the engine moves to the host itself.
+        return replace(output, trajectory_latents=big, trajectory_log_probs=fields, to_cpu=output.media is None)
 
     # ----------------------------------------------------------------------------------------- hooks of the engine
 
@@ -204,18 +208,18 @@ class RolloutMixin:
         return (noise, *made[1:]) if isinstance(made, tuple) else noise
 
     def predict_noise(self, *args: Any, **kwargs: Any) -> Any:
-        """The engine's call of the transformer, with the state and sigma of this module.
+        """The engine's call of the transformer, at this module's sigma.
 
         The engine rounds timesteps to its dtype before it divides them by 1000, which in bf16 is another sigma than the
-        trainer's; both are passed on in fp32 here.
+        trainer's; here it stays fp32.
         """
-        batch = self._batch
-        if batch is not None and "timestep" in kwargs:
-            self._begin(batch)
-            sigma = torch.full_like(kwargs["timestep"], batch.sigma(), dtype=torch.float32)
-            kwargs["timestep"] = sigma * 1000.0 if self.timestep_scale == 1000.0 else sigma
-            if batch.step == 0 and any(row.init_latents is not None for row in batch.rows):
-                kwargs["hidden_states"] = batch.x.to(kwargs["hidden_states"].dtype)  # type: ignore[union-attr]
+        sigmas = self._row_sigmas
+        if self._batch is not None:
+            self._begin(self._batch)
+            sigmas = [self._batch.sigma()] * len(self._batch.rows)
+        if sigmas is not None and "timestep" in kwargs:
+            timestep = torch.tensor(sigmas, dtype=torch.float32, device=kwargs["timestep"].device) * 1000.0
+            kwargs["timestep"] = timestep if self.timestep_scale == 1000.0 else timestep / 1000.0
         return super().predict_noise(*args, **kwargs)  # type: ignore[misc]
 
     def scheduler_step_maybe_with_cfg(
@@ -233,7 +237,7 @@ class RolloutMixin:
                 noise_pred, t, latents, do_true_cfg, per_request_scheduler, generator
             )
         self._begin(self._batch)
-        return self._batch.advance(self.velocity_sign * noise_pred.float()).to(latents.dtype)
+        return self._batch.advance(noise_pred.float()).to(latents.dtype)
 
     def _begin(self, batch: RolloutBatch) -> None:
         if not batch.sigmas:
@@ -267,6 +271,58 @@ class RolloutMixin:
         """Keep a batch's embeddings for its samples; the first call is the prompt, the second the negative one."""
         if self._batch is not None:
             self._batch.prompts.append((embeds, mask, pooled))
+
+
+class StepwiseMixin(RolloutMixin):
+    """`RolloutMixin` for engines that schedule step by step: each request carries its own `RolloutBatch` of one row."""
+
+    def prepare_encode(self, state: Any, **kwargs: Any) -> Any:
+        """Start one request."""
+        row = (state.sampling.extra_args or {}).get(KNOBS)
+        if row is None:
+            return super().prepare_encode(state, **kwargs)  # type: ignore[misc]
+        self._batch = state.extra[KNOBS] = RolloutBatch([row])
+        try:
+            state = super().prepare_encode(state, **kwargs)  # type: ignore[misc]
+            self._begin(self._batch)
+        finally:
+            self._batch = None
+        return state
+
+    def denoise_step(self, input_batch: Any, **kwargs: Any) -> Any:
+        """One call of the transformer for requests that may stand at different steps."""
+        batches = [state.extra.get(KNOBS) for state in kwargs.get("states", ())]
+        if batches and all(batch is not None for batch in batches):
+            self._row_sigmas = [batch.sigma() for batch in batches]
+        try:
+            return super().denoise_step(input_batch, **kwargs)  # type: ignore[misc]
+        finally:
+            self._row_sigmas = None
+
+    def step_scheduler(self, state: Any, noise_pred: Tensor, **kwargs: Any) -> None:
+        """One step of one request."""
+        batch = state.extra.get(KNOBS)
+        if batch is None:
+            super().step_scheduler(state, noise_pred, **kwargs)  # type: ignore[misc]
+            return
+        state.latents = batch.advance(noise_pred.float()).to(state.latents.dtype)
+        state.step_index += 1
+
+    def post_decode(self, state: Any, **kwargs: Any) -> Any:
+        """Finish one request."""
+        output = super().post_decode(state, **kwargs)  # type: ignore[misc]
+        batch = state.extra.get(KNOBS)
+        return output if batch is None else self._attach(output, batch.result(0, self.policy_version))
+
+
+def check_tokens(tokenizer: Any, text: str, limit: int) -> None:
+    """Raise `RolloutConfigError` for a prompt that the engine would crop in silence."""
+    count = len(tokenizer(text).input_ids)
+    if count > limit:
+        raise RolloutConfigError(
+            f"the prompt {text!r} has {count} tokens, max_sequence_length is {limit}: shorten it or raise the limit "
+            "(prompts are never cropped here)."
+        )
 
 
 def stack_padded(rows: Sequence[Tensor]) -> Tensor:

@@ -39,11 +39,12 @@ def make_request(payload: LoRAPayload, lora_int_id: int, *, name: str, architect
     names = get_map(architecture)
     tensors: dict[str, Any] = {}
     for module in payload.modules:
-        base = f"base_model.model.transformer.{names.to_vllm(module)}"
+        component, _, inner = engine_name(module).partition(".")
+        base = f"base_model.model.{component}.{names.to_vllm(inner)}"
         tensors[base + _A] = payload.tensors[module + _A]
         tensors[base + _B] = payload.tensors[module + _B] * payload.scale_of(module)
     rank = max(payload.rank_of(module) for module in payload.modules)
-    targets = sorted({names.to_vllm(module).rsplit(".", 1)[-1] for module in payload.modules})
+    targets = sorted({key.rsplit(".lora_", 1)[0].rsplit(".", 1)[-1] for key in tensors})
     # lora_alpha equal to r: the scale is in B already.
     config = {"r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
     return OmniTensorLoRARequest(
@@ -53,6 +54,11 @@ def make_request(payload: LoRAPayload, lora_int_id: int, *, name: str, architect
         peft_config=config,
         lora_tensors=tensors,
     )
+
+
+def engine_name(name: str) -> str:
+    """A trainer's name below the engine's component: Wan's experts say which they are, all others are `transformer`."""
+    return name if name.startswith(("transformer.", "transformer_2.")) else f"transformer.{name}"
 
 
 class TensorLoRAMixin:

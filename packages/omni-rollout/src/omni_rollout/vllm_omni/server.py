@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,6 +70,8 @@ class vLLMOmniHttpServer:
         self.gpus_per_node, self.cuda_visible_devices = gpus_per_node, cuda_visible_devices
         config.resolve_algorithm(model_config) if hasattr(model_config, "algorithm") else None
         self.entry = entry_for(model_config.path)
+        index = json.loads((Path(model_config.path) / "model_index.json").read_text())
+        self._boundary: float | None = index.get("boundary_ratio")  # Wan's two experts
         self.lifecycle = Lifecycle(needs_sync=rollout_mode == "standalone")
         self.engine: Any = None
         self._adapters: dict[str, int] = {}
@@ -169,7 +173,7 @@ class vLLMOmniHttpServer:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self.model_config.path, subfolder=self.entry.tokenizer)
+            self._tokenizer = AutoTokenizer.from_pretrained(self.model_config.path, subfolder="tokenizer")
         text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         again = self._tokenizer(text, add_special_tokens=False).input_ids
         special = set(self._tokenizer.all_special_ids)
@@ -221,7 +225,7 @@ class vLLMOmniHttpServer:
             init_latents=request.init_latents,
         )
         cfg = request.true_cfg_scale
-        guidance = cfg if self.entry.cfg_is_guidance else request.guidance_scale
+        guidance = cfg + self.entry.guidance_offset if self.entry.cfg_is_guidance else request.guidance_scale
         params: dict[str, Any] = {
             "height": request.height,
             "width": request.width,
@@ -233,6 +237,12 @@ class vLLMOmniHttpServer:
         }
         if guidance is not None:
             params |= {"guidance_scale": guidance, "guidance_scale_provided": True}
+        if self.entry.linear_sigmas:
+            params["sigmas"] = torch.linspace(
+                1.0, 1 / request.num_inference_steps, request.num_inference_steps
+            ).tolist()
+        if self._boundary is not None:
+            params["boundary_ratio"] = self._boundary
         if request.adapter in self._adapters:
             number = self._adapters[request.adapter]
             params["lora_request"] = LoRARequest(request.adapter, number, f"/in-memory/{request.adapter}")
@@ -423,6 +433,11 @@ class vLLMOmniHttpServer:
 
 
 def _to_tensor(images: list[Any], request: GenerationRequest) -> Tensor:
-    """PIL pictures, or an array of frames, to uint8 [C, H, W] or [T, C, H, W]."""
-    frames = [torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous() for image in images]
-    return frames[0] if request.num_frames == 1 else torch.stack(frames)
+    """What the engine calls images to uint8 [C, H, W] or [T, C, H, W]: PIL pictures, or one array of frames in [0, 1]."""
+    frames = np.stack([np.array(image) for image in images])
+    frames = frames[0] if frames.ndim == 6 else frames  # a list of one batch of one video
+    frames = frames[0] if frames.ndim == 5 else frames
+    if frames.dtype != np.uint8:
+        frames = (frames * 255).round().clip(0, 255).astype(np.uint8)
+    pixels = torch.from_numpy(frames).permute(0, 3, 1, 2).contiguous()
+    return pixels[0] if request.num_frames == 1 else pixels

@@ -16,7 +16,7 @@ from vllm.lora.utils import replace_submodule
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
 from ..weights import base_name, content_sum, is_adapter
-from .lora_request import OmniTensorLoRARequest
+from .lora_request import OmniTensorLoRARequest, engine_name
 from .shared import read_bucket
 
 
@@ -119,19 +119,18 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
     @torch.no_grad()
     def _take_weights(self, named: list[tuple[str, Tensor]], first: bool, last: bool, version: int) -> dict[str, Any]:
         pipeline = self.model_runner.pipeline
-        transformer = pipeline.transformer
+        held = self._base_parameters()
         if first:
-            for _, parameter in _base_parameters(transformer):
+            for parameter in held:
                 parameter.fill_(float("nan"))  # what is still NaN after the last bucket was not sent
         with self._bare_layers():
-            pipeline.load_weights((f"transformer.{base_name(name)}", value) for name, value in named)
-        dtypes = {parameter.dtype for _, parameter in _base_parameters(transformer)}
+            pipeline.load_weights((engine_name(base_name(name)), value) for name, value in named)
+        dtypes = {parameter.dtype for parameter in held}
         if len(dtypes) == 1:
             dtype = next(iter(dtypes))
             self._sent_sums.append(content_sum(value.to(dtype) for _, value in named))
         if not last:
             return {}
-        held = [parameter for _, parameter in _base_parameters(transformer)]
         pipeline.policy_version = version
         return {
             "elements": sum(parameter.numel() for parameter in held),
@@ -157,7 +156,19 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
 
     def weights_sum(self) -> str:
         """Content sum of the transformer's base weights."""
-        return content_sum(parameter for _, parameter in _base_parameters(self.model_runner.pipeline.transformer))
+        return content_sum(self._base_parameters())
+
+    def _base_parameters(self) -> list[nn.Parameter]:
+        """Parameters of the transformer, or of both experts, without adapters."""
+        pipeline = self.model_runner.pipeline
+        modules = [getattr(pipeline, name, None) for name in ("transformer", "transformer_2")]
+        return [
+            parameter
+            for module in modules
+            if module is not None
+            for name, parameter in module.named_parameters()
+            if not is_adapter(name)
+        ]
 
     def engine_facts(self) -> dict[str, Any]:
         """What the server wants to know about this worker."""
@@ -169,10 +180,6 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
             "architecture": getattr(pipeline, "lora_architecture", ""),
             "prompts_cached": len(getattr(pipeline, "_prompt_cache", ())),
         }
-
-
-def _base_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parameter) for name, parameter in module.named_parameters() if not is_adapter(name)]
 
 
 def _added(sums: list[str]) -> str:

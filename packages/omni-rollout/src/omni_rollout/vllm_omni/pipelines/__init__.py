@@ -19,17 +19,25 @@ class PipelineEntry:
         whole: class that runs a request from start to end, below this package.
         stepwise: class for `step_execution`, where the engine offers it.
         cfg_is_guidance: the engine calls true classifier-free guidance `guidance_scale` for this model.
-        tokenizer: subfolder of the tokenizer that prompt ids belong to.
+        linear_sigmas: hand the engine the grid before shifting (1 … 1/K), where its own is not diffusers' any more.
+        guidance_offset: added to it: Z-Image counts from 0, where the others count from 1.
     """
 
     whole: str
     stepwise: str | None = None
     cfg_is_guidance: bool = True
-    tokenizer: str = "tokenizer"
+    guidance_offset: float = 0.0
+    linear_sigmas: bool = False
 
 
 PIPELINES = {
-    "QwenImagePipeline": PipelineEntry("qwen_image.QwenImageRolloutPipeline", cfg_is_guidance=False),
+    "QwenImagePipeline": PipelineEntry(
+        "qwen_image.QwenImageRolloutPipeline", "qwen_image.QwenImageStepwisePipeline", cfg_is_guidance=False
+    ),
+    "StableDiffusion3Pipeline": PipelineEntry("sd3.SD3RolloutPipeline"),
+    "ZImagePipeline": PipelineEntry("z_image.ZImageRolloutPipeline", guidance_offset=-1.0, linear_sigmas=True),
+    "WanPipeline": PipelineEntry("wan.WanRolloutPipeline"),
+    "FluxPipeline": PipelineEntry("flux.FluxRolloutPipeline", cfg_is_guidance=False),
 }
 
 

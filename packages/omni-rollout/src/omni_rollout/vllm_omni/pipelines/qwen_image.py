@@ -1,4 +1,4 @@
-"""Qwen-Image in vLLM-Omni."""
+"""Qwen-Image in vLLM-Omni. Latents are packed: [B, S, 64]."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ import torch
 from torch import Tensor
 from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImagePipeline
 
-from ..denoise import RolloutMixin, stack_padded
+from ..denoise import RolloutMixin, StepwiseMixin, stack_padded
 from ..lora_request import TensorLoRAMixin
 
 
-class QwenImageRolloutPipeline(RolloutMixin, TensorLoRAMixin, QwenImagePipeline):
-    """The engine's pipeline with trajectories. Latents are packed: [B, S, 64]."""
-
-    timestep_scale = 1.0
+class _QwenImage(TensorLoRAMixin, QwenImagePipeline):
     lora_architecture = "qwen_image"
 
     def encode_prompt(
@@ -29,3 +26,15 @@ class QwenImageRolloutPipeline(RolloutMixin, TensorLoRAMixin, QwenImagePipeline)
         embeds, mask = (stack_padded([row[part] for row in rows]) for part in (0, 1))
         self.remember(embeds, mask.to(torch.bool))
         return embeds, mask
+
+
+class QwenImageRolloutPipeline(RolloutMixin, _QwenImage):
+    """Whole requests."""
+
+    timestep_scale = 1.0
+
+
+class QwenImageStepwisePipeline(StepwiseMixin, _QwenImage):
+    """Step by step."""
+
+    timestep_scale = 1.0

@@ -1,0 +1,40 @@
+"""FLUX.1 in vLLM-Omni. Latents are packed: [B, S, 64]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm_omni.diffusion.models.flux.pipeline_flux import FluxPipeline
+
+from ..denoise import RolloutMixin, check_tokens, stack_padded
+from ..lora_request import TensorLoRAMixin
+
+
+class FluxRolloutPipeline(RolloutMixin, TensorLoRAMixin, FluxPipeline):
+    """Whole requests."""
+
+    lora_architecture = "flux"
+    timestep_scale = 1.0
+
+    def encode_prompt(
+        self,
+        prompt: Any,
+        prompt_2: Any = None,
+        num_images_per_prompt: int = 1,
+        prompt_embeds: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Embeddings [B, S, C], pooled vectors [B, C'] and text positions [S, 3]."""
+        if self._batch is None or prompt_embeds is not None:
+            return super().encode_prompt(prompt, prompt_2, num_images_per_prompt, prompt_embeds, **kwargs)
+        one = super().encode_prompt
+
+        def alone(text: str) -> tuple[Tensor, Tensor, Tensor]:
+            check_tokens(self.tokenizer_2, text, kwargs["max_sequence_length"])
+            return one([text], None, 1, **{**kwargs, "pooled_prompt_embeds": None})
+
+        rows = self.encode_each(prompt, kwargs["max_sequence_length"], alone)
+        embeds, pooled = (stack_padded([row[part] for row in rows]) for part in (0, 1))
+        self.remember(embeds, pooled=pooled)
+        return embeds, pooled, rows[0][2]

@@ -1,0 +1,34 @@
+"""Stable Diffusion 3 and 3.5 in vLLM-Omni. Latents: [B, C, H, W]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm_omni.diffusion.models.sd3.pipeline_sd3 import StableDiffusion3Pipeline
+
+from ..denoise import RolloutMixin, check_tokens, stack_padded
+from ..lora_request import TensorLoRAMixin
+
+
+class SD3RolloutPipeline(RolloutMixin, TensorLoRAMixin, StableDiffusion3Pipeline):
+    """Whole requests."""
+
+    lora_architecture = "sd3"
+
+    def encode_prompt(
+        self, prompt: Any, prompt_2: Any = "", prompt_3: Any = "", prompt_embeds: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Embeddings [B, S, C] and pooled vectors [B, C']; see the engine for the arguments."""
+        if self._batch is None or prompt_embeds is not None:
+            return super().encode_prompt(prompt, prompt_2, prompt_3, prompt_embeds, **kwargs)
+        one = super().encode_prompt
+
+        def alone(text: str) -> tuple[Tensor, Tensor]:
+            check_tokens(self.tokenizer_3, text, kwargs["max_sequence_length"])
+            return one([text], "", "", **{**kwargs, "pooled_prompt_embeds": None})
+
+        rows = self.encode_each(prompt, kwargs["max_sequence_length"], alone)
+        embeds, pooled = (stack_padded([row[part] for row in rows]) for part in (0, 1))
+        self.remember(embeds, pooled=pooled)
+        return embeds, pooled
