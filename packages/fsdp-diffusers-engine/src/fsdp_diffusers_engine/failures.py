@@ -7,6 +7,7 @@ a rank whose collective then breaks reads it there and raises that instead.
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,28 +16,31 @@ import torch.distributed as dist
 
 from .errors import RankError
 
-_KEY = "fsdp_diffusers_engine/failed"
+# All ranks make the same guarded calls in the same order, so a count names one call on all of them; an error that was
+# caught and survived is not found again later.
+_calls = itertools.count()
 
 
 @contextmanager
 def shared_failure(what: str) -> Iterator[None]:
     """Tell the other ranks of the default group when the body fails, and prefer their error over a broken collective.
 
-    Raises :class:`RankError` naming the rank that failed first, or the body's own error on that rank.
+    Raises the body's own error; in place of a collective's (a ``RuntimeError``), :class:`RankError` with the traceback
+    of the rank that failed first.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         yield
         return
+    key = f"fsdp_diffusers_engine/failed/{next(_calls)}"
     try:
         yield
     except Exception as error:
-        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-        text = f"{rank}\n{what} failed on rank {rank}: {''.join(traceback.format_exception(error))}"
-        # The first writer wins: what comes later is a consequence.
-        first = text
-        with suppress(Exception):
-            first = store.compare_set(_KEY, "", text).decode()
-        number, _, report = first.partition("\n")
-        if number != str(rank) and report:
-            raise RankError(report) from error
+        rank = dist.get_rank()
+        report = f"{rank}\n{what} failed on rank {rank}: {''.join(traceback.format_exception(error))}"
+        first = report
+        with suppress(Exception):  # the store dies with rank 0
+            first = dist.distributed_c10d._get_default_store().compare_set(key, "", report).decode()
+        number, _, text = first.partition("\n")
+        if isinstance(error, RuntimeError) and number != str(rank) and text:
+            raise RankError(text) from error
         raise
