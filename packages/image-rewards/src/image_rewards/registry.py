@@ -24,6 +24,13 @@ BUILTIN = {
     "ocr": "image_rewards.ocr:OcrReward",
     "sharpness": "image_rewards.quality:SharpnessReward",
     "http": "image_rewards.http:HttpReward",
+    "clip_score": "image_rewards.clip:ClipScoreReward",
+    "pickscore": "image_rewards.clip:PickScoreReward",
+    "hps": "image_rewards.clip:HpsReward",
+    "siglip": "image_rewards.clip:SiglipReward",
+    "aesthetic": "image_rewards.clip:AestheticReward",
+    "image_reward": "image_rewards.blip:ImageRewardReward",
+    "geneval": "image_rewards.geneval:GenevalReward",
     "vlm": "image_rewards.vlm:VlmReward",
     "combine": "image_rewards.combine:CombinedReward",
 }
