@@ -17,7 +17,7 @@ from .schedule import (
     mu_from_tokens,
 )
 from .scheduler import FlowMatchSDEScheduler
-from .solvers import DpmStep, PastOutput, dpm_coefficients, dpm_step, effective_order
+from .solvers import DpmStep, PastOutput, Solver, dpm_coefficients, dpm_step, effective_order
 from .steps import sde_step
 from .types import KINDS, LOG_PROB_FORMS, Kind, LogProbForm, SdeStep, Trajectory, VelocityFn
 from .windows import Decay, ExponentialDecay, Fixed, Progressive, Random, RandomSubset, Window, per_sample
@@ -46,6 +46,7 @@ __all__ = [
     "SamplerError",
     "SdeStep",
     "SigmaSchedule",
+    "Solver",
     "StepCoefficients",
     "Trajectory",
     "VelocityFn",

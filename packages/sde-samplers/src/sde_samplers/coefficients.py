@@ -12,8 +12,8 @@ level.
     flow_cps   S = u sin(ηπ/2), mean = (1-u) x̂0 + √(u²-S²) ê. arXiv 2509.05952
     ddim       S = η u √(1 - u²(1-t)² / (t²(1-u)²)), mean as in flow_cps. DiffusionNFT, arXiv 2509.16117, Eq. 16
 
-Coefficients are float64 until they meet the latents, and use only + - * / and square roots of sigmas, which IEEE rounds
-the same way everywhere: a number per batch and a tensor per sample give the same bits, on any device.
+Coefficients are float64 until they meet the latents, and come from the same formulas whether a batch shares a number or
+every sample has its own, so both give the same bits.
 """
 
 from __future__ import annotations

@@ -159,6 +159,8 @@ def from_diffusers(
 ) -> SigmaSchedule:
     """The grid that a diffusers `FlowMatchEulerDiscreteScheduler` would use, bit for bit.
 
+    One exception: a first entry that misses 1 by rounding, as with shift 0.2, becomes exactly 1.
+
     Calls `set_timesteps` on a copy: the scheduler that is handed in stays as it is.
 
     Args:
@@ -196,7 +198,7 @@ def from_diffusers(
     table = own.sigmas.detach().to(device="cpu", dtype=torch.float32)
     if num_steps == 1 and getattr(config, "shift_terminal", None) and not bool(torch.isfinite(table).all()):
         table = torch.tensor([1.0, 0.0])  # a lone sigma = 1 cannot be stretched (0/0 in diffusers)
-    return SigmaSchedule(table)
+    return SigmaSchedule(_exact_one(table))
 
 
 def mu_from_tokens(tokens: int, *, base_shift: float, max_shift: float, base_len: float, max_len: float) -> float:
@@ -244,4 +246,12 @@ def _stretch(t: Tensor, terminal: float) -> Tensor:
 
 
 def _with_zero(t: Tensor) -> SigmaSchedule:
-    return SigmaSchedule(torch.cat([t.to(torch.float32), torch.zeros(1)]))
+    return SigmaSchedule(_exact_one(torch.cat([t.to(torch.float32), torch.zeros(1)])))
+
+
+def _exact_one(table: Tensor) -> Tensor:
+    """Snap a first entry that rounding moved off 1 (shift 0.2 gives 1.0000006): Flow-SDE divides by 1 - t."""
+    if 0.0 < abs(float(table[0]) - 1.0) < 2e-6:
+        table = table.clone()
+        table[0] = 1.0
+    return table

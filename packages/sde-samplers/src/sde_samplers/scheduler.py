@@ -119,11 +119,10 @@ class FlowMatchSDEScheduler:
             generator: one, one per sample, or None.
             prev_sample: score this one instead of drawing.
         """
-        unknown = {name: value for name, value in ignored.items() if value not in (None, 0.0, 1.0, float("inf"))}
+        defaults = (None, 0.0, 1.0, float("inf"))  # of s_churn, s_tmin, s_tmax, s_noise and per_token_timesteps
+        unknown = [name for name, value in ignored.items() if isinstance(value, Tensor) or value not in defaults]
         if unknown:
-            raise SamplerError(
-                f"FlowMatchSDEScheduler.step does not know {sorted(unknown)}; leave them at their defaults"
-            )
+            raise SamplerError(f"FlowMatchSDEScheduler.step does not know {unknown}; leave them at their defaults")
         schedule = self.schedule
         k = self._first_position(timestep) if self._position is None else self._position
         if k >= schedule.num_steps:
