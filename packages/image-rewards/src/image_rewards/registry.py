@@ -30,6 +30,8 @@ BUILTIN = {
     "siglip": "image_rewards.clip:SiglipReward",
     "aesthetic": "image_rewards.clip:AestheticReward",
     "image_reward": "image_rewards.blip:ImageRewardReward",
+    "unified_reward": "image_rewards.vision_language:UnifiedReward",
+    "hps_v3": "image_rewards.vision_language:HpsV3Reward",
     "geneval": "image_rewards.geneval:GenevalReward",
     "vlm": "image_rewards.vlm:VlmReward",
     "combine": "image_rewards.combine:CombinedReward",

@@ -1,0 +1,202 @@
+"""Rewards that are vision-language models run here (for one behind a server, see `vlm`).
+
+    unified_reward  a judge that writes "Final Score: N" (Wang et al., 2025, arXiv:2503.05236; LLaVA- and Qwen-based releases)
+    hps_v3          Qwen2-VL with a scoring head on a special last token (Ma et al., 2025, arXiv:2508.03789)
+
+Both were trained with one exact instruction. The instruction texts belong to those projects and are not copied here:
+`template` names a file with the text from the release, in which {prompt} stands for the prompt. `unified_reward` has a
+default of ours, since it writes its verdict in words; the head of `hps_v3` was fitted to one wording, so it has none.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from image_rewards.base import RewardResult, RewardSample
+from image_rewards.errors import RewardConfigError, RewardError, RewardTargetError
+from image_rewards.model import ModelReward, fill, from_pretrained, load_state, processor_of
+
+_UNIFIED_DEFAULT = (
+    "Here are a caption and a picture that was generated from it. Judge how well the picture matches the caption and how "
+    "good it looks. List what matches and what does not, then end with a line of the form 'Final Score: N', where N is a "
+    "number from 1 (bad) to 5 (excellent).\nCaption: {prompt}"
+)
+_SCORE = re.compile(r"final\s+score\W{0,6}(\d+(?:\.\d+)?)", re.IGNORECASE)
+
+
+class VisionLanguageReward(ModelReward):
+    """Base: one picture and one filled-in instruction per forward pass."""
+
+    default_template: ClassVar[str] = ""
+
+    def __init__(self, path: str, template: str | None, device: str, dtype: str, revision: str | None) -> None:
+        super().__init__(device, dtype, 1, revision)
+        self.path = path
+        if template is None and not self.default_template:
+            raise RewardConfigError(
+                f"{self.name} was trained with one exact instruction: give template=FILE with the text of its release, "
+                "in which {prompt} stands for the prompt."
+            )
+        if template is not None and not Path(template).is_file():
+            raise RewardConfigError(f"template={template!r} is no file.")
+        self.template = self.default_template if template is None else Path(template).read_text(encoding="utf-8")
+        if "{prompt}" not in self.template:
+            raise RewardConfigError(f"the template of {self.name} does not contain {{prompt}}: {self.template[:80]!r}.")
+
+    def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+        if not prompt.strip():
+            raise RewardTargetError(f"{self.name}: there is no prompt to judge the picture by.")
+
+    def inputs(self, sample: RewardSample, suffix: str = "") -> Any:
+        """The processor's tensors for one sample, on the device; `suffix` follows the instruction."""
+        from PIL import Image
+
+        special = [token for token in self._processor.tokenizer.all_special_tokens if token in sample.prompt]
+        if special:
+            raise RewardTargetError(f"{self.name}: the prompt contains the model's control token {special[0]!r}.")
+        text = self.template.replace("{prompt}", sample.prompt) + suffix
+        message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}
+        chat = self._processor.apply_chat_template([message], add_generation_prompt=not suffix, tokenize=False)
+        picture = Image.fromarray(sample.image.transpose(1, 2, 0).copy())
+        tensors = self._processor(text=[chat], images=[picture], return_tensors="pt").to(self.device)
+        if "pixel_values" in tensors:
+            tensors["pixel_values"] = tensors["pixel_values"].to(next(self._model.parameters()).dtype)
+        return tensors
+
+    def load(self) -> None:
+        from transformers import AutoProcessor
+
+        self._processor = processor_of(AutoProcessor, self.path, self.revision)
+        self._model = self.place(self.load_model())
+
+    @abstractmethod
+    def load_model(self) -> Any:
+        """The network, with weights."""
+
+    def score_batch(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        try:
+            return [self.score_one(samples[0])]
+        except RewardError as error:
+            return [RewardResult.failed(error)]
+
+    @abstractmethod
+    def score_one(self, sample: RewardSample) -> RewardResult:
+        """Score one sample."""
+
+
+class UnifiedReward(VisionLanguageReward):
+    """score = the number after "Final Score:", from 1 to 5. An answer without it is a failure.
+
+    path            folder or hub id, e.g. "CodeGoat24/UnifiedReward-qwen-7b"
+    max_new_tokens  of the answer, decoded greedily
+    """
+
+    name = "unified_reward"
+    default_template = _UNIFIED_DEFAULT
+
+    def __init__(
+        self,
+        path: str,
+        template: str | None = None,
+        max_new_tokens: int = 512,
+        device: str = "cpu",
+        dtype: str = "bfloat16",
+        revision: str | None = None,
+    ) -> None:
+        super().__init__(path, template, device, dtype, revision)
+        if max_new_tokens < 1:
+            raise RewardConfigError(f"max_new_tokens={max_new_tokens!r} must be at least 1.")
+        self.max_new_tokens = max_new_tokens
+
+    def load_model(self) -> Any:
+        from transformers import AutoModelForImageTextToText
+
+        return from_pretrained(AutoModelForImageTextToText, self.path, self.revision)
+
+    def score_one(self, sample: RewardSample) -> RewardResult:
+        inputs = self.inputs(sample)
+        ids = self._model.generate(**inputs, max_new_tokens=self.max_new_tokens, do_sample=False)
+        answer = self._processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)[0]
+        score = parse_final_score(answer)
+        return RewardResult(score, {"final_score": score})
+
+
+def parse_final_score(answer: str) -> float:
+    """The last "Final Score: N" of an answer. Raises `RewardError` where there is none, or N is not from 1 to 5."""
+    found = _SCORE.findall(answer)
+    if not found:
+        raise RewardError(f"unified_reward: the answer has no 'Final Score: N': {answer[-200:]!r}.")
+    score = float(found[-1])
+    if not 1 <= score <= 5:
+        raise RewardError(f"unified_reward: the final score {score!r} is not from 1 to 5: {answer[-200:]!r}.")
+    return score
+
+
+class HpsV3Reward(VisionLanguageReward):
+    """score = mu, the mean of the predicted preference; component sigma is the predicted spread.
+
+    path        folder or hub id of the Qwen2-VL that was fine-tuned ("Qwen/Qwen2-VL-7B-Instruct"): settings, tokenizer
+    checkpoint  the released HPSv3.safetensors
+    template    file with the release's instruction; required
+    token       the special token whose last hidden state is scored
+    """
+
+    name = "hps_v3"
+
+    def __init__(
+        self,
+        path: str,
+        checkpoint: str,
+        template: str | None = None,
+        token: str = "<|Reward|>",
+        device: str = "cpu",
+        dtype: str = "bfloat16",
+        revision: str | None = None,
+    ) -> None:
+        super().__init__(path, template, device, dtype, revision)
+        self.checkpoint, self.token = checkpoint, token
+
+    def load_model(self) -> Any:
+        from torch.nn import Dropout, Linear, ReLU, Sequential
+        from transformers import Qwen2VLConfig, Qwen2VLModel
+
+        tokenizer = self._processor.tokenizer
+        tokenizer.add_special_tokens({"additional_special_tokens": [self.token]})
+        self._token_id = int(tokenizer.convert_tokens_to_ids(self.token))
+        state = load_state(self.checkpoint)
+        head = {k.removeprefix("rm_head."): v for k, v in state.items() if k.startswith("rm_head.")}
+        body = {current_name(k): v for k, v in state.items() if not k.startswith(("rm_head.", "lm_head."))}
+        model = Qwen2VLModel(processor_of(Qwen2VLConfig, self.path, self.revision))
+        words = body.get("language_model.embed_tokens.weight")
+        if words is not None:
+            model.resize_token_embeddings(len(words), mean_resizing=False)
+            if self._token_id >= len(words):
+                raise RewardConfigError(
+                    f"checkpoint={self.checkpoint!r} has {len(words)} token embeddings, and token={self.token!r} is number "
+                    f"{self._token_id}: it was trained with another token or tokenizer."
+                )
+        fill(model, body, self.checkpoint, ignore=("inv_freq",))
+        width = model.get_input_embeddings().embedding_dim
+        self._head = Sequential(
+            Linear(width, 1024), ReLU(), Dropout(0.05), Linear(1024, 16), ReLU(), Linear(16, 2)
+        )  # fmt: skip
+        fill(self._head, head, f"{self.checkpoint}: rm_head")
+        self._head.eval().requires_grad_(False).to(self.device)
+        return model
+
+    def score_one(self, sample: RewardSample) -> RewardResult:
+        inputs = self.inputs(sample, suffix=self.token)
+        places = (inputs["input_ids"][0] == self._token_id).nonzero()
+        hidden = self._model(**inputs).last_hidden_state[0, int(places[-1])]
+        mu, sigma = self._head(hidden.float()).tolist()
+        return RewardResult(mu, {"mu": mu, "sigma": sigma})
+
+
+def current_name(key: str) -> str:
+    """A Qwen2-VL weight's name in releases of before transformers 4.52, as `Qwen2VLModel` calls it now."""
+    key = key.removeprefix("model.") if key.startswith(("model.visual.", "model.language_model.")) else key
+    return f"language_model.{key.removeprefix('model.')}" if key.startswith("model.") else key
