@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
-from lora_sync import NameMapError, extract_lora, get_map, guess_map
+from lora_sync import NameMapError, extract_lora, get_map, guess_map, to_vllm
 from lora_sync.maps import MAPS
+from lora_sync.payload import A, B
 
 ARCHITECTURES = tuple(entry.name for entry in MAPS)
 WITHOUT_RULE = {"sd3": {"transformer_blocks.0.norm1_context.linear", "transformer_blocks.1.norm1_context.linear"}}
@@ -90,6 +96,72 @@ def test_block_numbers_survive(tools):
 def test_the_architecture_is_recognised_from_the_layers(name, tools):
     payload = extract_lora(tools.adapted(name), version=1)
     assert guess_map(payload.modules).name == name
+
+
+@pytest.fixture(scope="module")
+def engine() -> dict[str, dict[str, set[str]]]:
+    """Linear layers of vLLM-Omni's own classes, recorded by vllm_modules.py."""
+    record = json.loads((Path(__file__).parent / "data/vllm_omni_linears.json").read_text())
+    try:
+        installed = importlib.metadata.version("vllm-omni")
+    except importlib.metadata.PackageNotFoundError:
+        installed = record["vllm-omni"]
+    assert installed == record["vllm-omni"], "vLLM-Omni changed: run tests/vllm_modules.py and check the maps"
+    return {k: {kind: set(names) for kind, names in v.items()} for k, v in record["architectures"].items()}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_vllm_names_are_layers_of_the_engine(name, tools, engine):
+    names = get_map(name)
+    cases = [(tools.base(name), engine[name])] + ([(i2v(), engine["wan i2v"])] if name == "wan" else [])
+    for module, layers in cases:
+        reached: set[str] = set()
+        for layer in linears(module):
+            if layer in WITHOUT_RULE.get(name, ()) or later_block(layer):
+                continue
+            if layer in layers["plain"]:
+                with pytest.raises(NameMapError, match="drop it in silence"):
+                    names.vllm_layer(layer)
+                continue
+            engine_layer, index, count = names.vllm_layer(layer)
+            assert engine_layer in layers["adaptable"], layer
+            assert (index is None) == (count == 1)
+            assert names.from_vllm(names.to_vllm(layer)) == layer
+            reached.add(engine_layer)
+        assert {layer for layer in layers["adaptable"] if not later_block(layer)} == reached
+
+
+def later_block(layer: str) -> bool:
+    """Whether the name is of block 1, 2, …: the recording is compared block 0 by block 0."""
+    found = re.match(r"[a-z_]+\.(\d+)\.", layer)
+    return bool(found) and found[1] != "0"
+
+
+def test_every_adapted_layer_reaches_the_engine_with_its_effect(tools):
+    for name in ARCHITECTURES:
+        targets = tuple(
+            t for t in tools.tiny[name].targets if t not in ("time_proj", "text_embedder.linear_1", "proj_out")
+        )
+        payload = extract_lora(tools.adapted(name, targets=targets, alpha=6), version=1)
+        tensors = to_vllm(payload, name)
+        wanted = sum(
+            float(
+                (payload.scale_of(m) * payload.tensors[m + B].double() @ payload.tensors[m + A].double()).square().sum()
+            )
+            for m in payload.modules
+        )
+        found = sum(
+            float((tensors[k].double() @ tensors[k.replace("lora_B", "lora_A")].double()).square().sum())
+            for k in tensors
+            if "lora_B" in k
+        )
+        assert found == pytest.approx(wanted, rel=1e-6), name
+    payload = extract_lora(tools.adapted("flux"), version=1)
+    with pytest.raises(NameMapError, match="'proj_out'"):
+        to_vllm(payload, "flux")
+    layers = {k.rsplit(".lora_", 1)[0] for k in to_vllm(extract_lora(tools.adapted(), version=1), "qwen_image")}
+    assert "transformer_blocks.0.attn.to_out" in layers
+    assert "transformer_blocks.0.attn.to_q" in layers
 
 
 def test_lookups_by_any_usual_name():

@@ -24,6 +24,7 @@ from .merge import MergeReport, merge, merged_weights, unmerge
 from .names import NameMap, get_map, guess_map
 from .payload import LoRAPayload
 from .receipt import LoRAReceipt, verify
+from .vllm import to_vllm
 from .weights import WeightBucket, WeightReceipt, load_weights, stream_weights, weights_complete
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "merged_weights",
     "stream_lora",
     "stream_weights",
+    "to_vllm",
     "unmerge",
     "use_adapter",
     "verify",

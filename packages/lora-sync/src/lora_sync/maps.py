@@ -21,6 +21,9 @@ def _fused(comfy: str, *neutral: str, widths: tuple[int, ...] = _QKV, write: boo
     return tuple(Rule(name, comfy, part=Part(index, widths), write=write) for index, name in enumerate(neutral))
 
 
+_TO_QKV = (".attn.to_qkv", (".attn.to_q", ".attn.to_k", ".attn.to_v"))
+_TO_QKV2 = (".attn2.to_qkv", (".attn2.to_q", ".attn2.to_k", ".attn2.to_v"))
+_ADD_QKV = (".attn.add_kv_proj", (".attn.add_q_proj", ".attn.add_k_proj", ".attn.add_v_proj"))
 _TIME = ("time_text_embed.timestep_embedder.linear_1", "time_text_embed.timestep_embedder.linear_2")
 
 QWEN_IMAGE = NameMap(
@@ -35,6 +38,7 @@ QWEN_IMAGE = NameMap(
         *("img_in", "txt_in", *_TIME, "norm_out.linear", "proj_out"),
     ),
     vllm=((".attn.to_out.0", ".attn.to_out"),),
+    vllm_packed=(_TO_QKV, _ADD_QKV),
 )
 
 Z_IMAGE = NameMap(
@@ -69,8 +73,21 @@ Z_IMAGE = NameMap(
             )
         ),
     ),
-    vllm=((".attention.to_out.0", ".attention.to_out"),),
+    vllm_packed=(
+        (".attention.to_qkv", (".attention.to_q", ".attention.to_k", ".attention.to_v")),
+        (".feed_forward.w13", (".feed_forward.w1", ".feed_forward.w3")),
+    ),
 )
+
+_WAN_EMBEDDERS = {
+    "time_proj": "time_projection.1",
+    "time_embedder.linear_1": "time_embedding.0",
+    "time_embedder.linear_2": "time_embedding.2",
+    "text_embedder.linear_1": "text_embedding.0",
+    "text_embedder.linear_2": "text_embedding.2",
+    "image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "image_embedder.ff.net.2": "img_emb.proj.3",
+}
 
 WAN = NameMap(
     name="wan",
@@ -87,24 +104,27 @@ WAN = NameMap(
         Rule("blocks.{i}.ffn.net.0.proj", "blocks.{i}.ffn.0"),
         Rule("blocks.{i}.ffn.net.2", "blocks.{i}.ffn.2"),
         # diffusers reads no alpha outside the blocks
-        *(
-            Rule(f"condition_embedder.{ours}", theirs, fold_alpha=True)
-            for ours, theirs in (
-                ("time_proj", "time_projection.1"),
-                ("time_embedder.linear_1", "time_embedding.0"),
-                ("time_embedder.linear_2", "time_embedding.2"),
-                ("text_embedder.linear_1", "text_embedding.0"),
-                ("text_embedder.linear_2", "text_embedding.2"),
-                ("image_embedder.ff.net.0.proj", "img_emb.proj.1"),
-                ("image_embedder.ff.net.2", "img_emb.proj.3"),
-            )
-        ),
+        *(Rule(f"condition_embedder.{ours}", theirs, fold_alpha=True) for ours, theirs in _WAN_EMBEDDERS.items()),
         Rule("proj_out", "head.head", fold_alpha=True),
     ),
     vllm=((".to_out.0", ".to_out"), (".ffn.net.0.proj", ".ffn.net_0.proj"), (".ffn.net.2", ".ffn.net_2")),
+    vllm_packed=((".attn1.to_qkv", (".attn1.to_q", ".attn1.to_k", ".attn1.to_v")),),
+    vllm_frozen=(*(f"condition_embedder.{layer}" for layer in _WAN_EMBEDDERS), "proj_out"),
 )
 
 _FLUX_BLOCK, _FLUX_SINGLE = "transformer_blocks.{i}", "single_transformer_blocks.{i}"
+
+_FLUX_TOP = {
+    "x_embedder": "img_in",
+    "context_embedder": "txt_in",
+    _TIME[0]: "time_in.in_layer",
+    _TIME[1]: "time_in.out_layer",
+    "time_text_embed.text_embedder.linear_1": "vector_in.in_layer",
+    "time_text_embed.text_embedder.linear_2": "vector_in.out_layer",
+    "time_text_embed.guidance_embedder.linear_1": "guidance_in.in_layer",
+    "time_text_embed.guidance_embedder.linear_2": "guidance_in.out_layer",
+    "proj_out": "final_layer.linear",
+}
 
 FLUX = NameMap(
     name="flux",
@@ -131,26 +151,22 @@ FLUX = NameMap(
         Rule(f"{_FLUX_SINGLE}.proj_out", "single_blocks.{i}.linear2"),
         Rule(f"{_FLUX_SINGLE}.norm.linear", "single_blocks.{i}.modulation.lin"),
         # ComfyUI reads these; diffusers 0.40 converts them to keys without the "transformer." prefix and drops them
-        *(
-            Rule(ours, theirs, stock=False)
-            for ours, theirs in (
-                ("x_embedder", "img_in"),
-                ("context_embedder", "txt_in"),
-                (_TIME[0], "time_in.in_layer"),
-                (_TIME[1], "time_in.out_layer"),
-                ("time_text_embed.text_embedder.linear_1", "vector_in.in_layer"),
-                ("time_text_embed.text_embedder.linear_2", "vector_in.out_layer"),
-                ("time_text_embed.guidance_embedder.linear_1", "guidance_in.in_layer"),
-                ("time_text_embed.guidance_embedder.linear_2", "guidance_in.out_layer"),
-                ("proj_out", "final_layer.linear"),
-            )
-        ),
+        *(Rule(ours, theirs, stock=False) for ours, theirs in _FLUX_TOP.items()),
         Rule("norm_out.linear", "final_layer.adaLN_modulation.1", swap_halves=True, stock=False),
     ),
-    vllm=((".attn.to_out.0", ".attn.to_out"),),
+    vllm_packed=(_TO_QKV, _ADD_QKV),
+    vllm_packs_by_name=False,
+    vllm_frozen=tuple(_FLUX_TOP),
 )
 
 _SD3_BLOCK, _SD3_X, _SD3_C = "transformer_blocks.{i}", "joint_blocks.{i}.x_block", "joint_blocks.{i}.context_block"
+
+_SD3_EMBEDDERS = {
+    _TIME[0]: "t_embedder.mlp.0",
+    _TIME[1]: "t_embedder.mlp.2",
+    "time_text_embed.text_embedder.linear_1": "y_embedder.mlp.0",
+    "time_text_embed.text_embedder.linear_2": "y_embedder.mlp.2",
+}
 
 SD3 = NameMap(
     name="sd3",
@@ -171,13 +187,12 @@ SD3 = NameMap(
         Rule(f"{_SD3_BLOCK}.ff_context.net.2", f"{_SD3_C}.mlp.fc2"),
         Rule(f"{_SD3_BLOCK}.norm1.linear", f"{_SD3_X}.adaLN_modulation.1"),
         Rule("context_embedder", "context_embedder"),
-        Rule(_TIME[0], "t_embedder.mlp.0"),
-        Rule(_TIME[1], "t_embedder.mlp.2"),
-        Rule("time_text_embed.text_embedder.linear_1", "y_embedder.mlp.0"),
-        Rule("time_text_embed.text_embedder.linear_2", "y_embedder.mlp.2"),
+        *(Rule(ours, theirs) for ours, theirs in _SD3_EMBEDDERS.items()),
         Rule("proj_out", "final_layer.linear"),
         Rule("norm_out.linear", "final_layer.adaLN_modulation.1", swap_halves=True),
     ),
+    vllm_packed=(_TO_QKV, _TO_QKV2, _ADD_QKV),
+    vllm_frozen=(f"{_SD3_BLOCK}.norm1.linear", *_SD3_EMBEDDERS, "norm_out.linear"),
 )
 
 MAPS = (QWEN_IMAGE, FLUX, SD3, Z_IMAGE, WAN)

@@ -61,7 +61,10 @@ class NameMap:
         transformer_class: diffusers class whose module names are the neutral ones.
         rules: every Linear that can carry a LoRA; the first match counts.
         comfy_prefix: ``"diffusion_model."`` with dots kept, or ``"lora_unet_"`` with dots turned to underscores (kohya).
-        vllm: (suffix, replacement) pairs on whole name segments, for vLLM-Omni's module tree.
+        vllm: (suffix, replacement) pairs for vLLM-Omni's module tree.
+        vllm_packed: fused layers of vLLM-Omni: (suffix, suffixes of its slices in order).
+        vllm_packs_by_name: the engine finds a fused layer's slices under their own names; else it wants them fused.
+        vllm_frozen: patterns of layers that vLLM-Omni builds as plain Linear, where its LoRA cannot go.
         comfy_loader: whether stock diffusers reads this ComfyUI layout.
     """
 
@@ -70,6 +73,9 @@ class NameMap:
     rules: tuple[Rule, ...]
     comfy_prefix: str = "diffusion_model."
     vllm: tuple[tuple[str, str], ...] = ()
+    vllm_packed: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    vllm_packs_by_name: bool = True
+    vllm_frozen: tuple[str, ...] = ()
     comfy_loader: bool = True
     aliases: tuple[str, ...] = field(default=())
 
@@ -116,12 +122,26 @@ class NameMap:
         raise NameMapError(f"{self.name}: no rule for the ComfyUI layer {key!r}.")
 
     def to_vllm(self, neutral: str) -> str:
-        """vLLM-Omni's name for the layer (its fused qkv is addressed by the names of the slices)."""
-        self.rule(neutral)
+        """vLLM-Omni's name for the layer; raises ``NameMapError`` where its LoRA cannot go. See `lora_sync.to_vllm`."""
+        rule, _ = self.rule(neutral)
+        if rule.neutral in self.vllm_frozen:
+            raise NameMapError(
+                f"{self.name}: vLLM-Omni cannot carry a LoRA on {neutral!r} and would drop it in silence. Leave it out of "
+                "target_modules, or sample with the diffusers backend."
+            )
         for old, new in self.vllm:
             if neutral.endswith(old):
                 return neutral.removesuffix(old) + new
         return neutral
+
+    def vllm_layer(self, neutral: str) -> tuple[str, int | None, int]:
+        """(engine layer that holds it, slice, number of slices); slice None when the layer is not fused there."""
+        name = self.to_vllm(neutral)
+        for packed, parts in self.vllm_packed:
+            for index, part in enumerate(parts):
+                if name.endswith(part):
+                    return name.removesuffix(part) + packed, index, len(parts)
+        return name, None, 1
 
     def from_vllm(self, name: str) -> str:
         """Inverse of `to_vllm`."""
