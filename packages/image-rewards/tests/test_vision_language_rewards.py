@@ -23,31 +23,8 @@ def folder(tmp_path_factory):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     path = tmp_path_factory.mktemp("qwen2vl")
-    words = [
-        "<unk>",
-        *SPECIAL,
-        *[
-            "user",
-            "assistant",
-            "rate",
-            "this",
-            "picture",
-            "of",
-            "a",
-            "red",
-            "cat",
-            "blue",
-            "dog",
-            "Final",
-            "Score",
-            ":",
-            "1",
-            "2",
-            "3",
-            "4",
-            "5",
-        ],
-    ]
+    plain = "user assistant rate this picture of a red cat blue dog Final Score : 1 2 3 4 5"
+    words = ["<unk>", *SPECIAL, *plain.split()]
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = transformers.PreTrainedTokenizerFast(
@@ -160,8 +137,10 @@ def test_hps_v3_reads_the_special_token(folder, samples, tmp_path):
 
     with pytest.raises(RewardConfigError, match="template=FILE"):
         load("hps_v3", **options)
+    short = options | {"checkpoint": shrink(tmp_path, state), "template": str(tmp_path / "instruction.txt")}
     with pytest.raises(RewardConfigError, match="another token"):
-        load("hps_v3", template=str(tmp_path / "instruction.txt"), token="<|R2|>", **options | {"checkpoint": shrink(tmp_path, state)})  # fmt: skip
+        load("hps_v3", **short).prepare()
+    assert "control token" in str(reward(RewardSample(samples[0].image, "a <|image_pad|>")).error)
     with pytest.raises(RewardTargetError, match="no prompt"):
         reward.check_target("", {})
 

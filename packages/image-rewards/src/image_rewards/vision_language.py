@@ -180,7 +180,7 @@ class HpsV3Reward(VisionLanguageReward):
                     f"{self._token_id}: it was trained with another token or tokenizer."
                 )
         fill(model, body, self.checkpoint, ignore=("inv_freq",))
-        width = model.get_input_embeddings().embedding_dim
+        width = int(model.get_input_embeddings().weight.shape[1])
         self._head = Sequential(
             Linear(width, 1024), ReLU(), Dropout(0.05), Linear(1024, 16), ReLU(), Linear(16, 2)
         )  # fmt: skip
