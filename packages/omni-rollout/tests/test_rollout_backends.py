@@ -4,11 +4,13 @@ The engine runs on the CPU platform (`OMNI_ROLLOUT_CPU=1`), one for the whole fi
 """
 
 import asyncio
+import dataclasses
 import os
 import platform
 import sys
 import types
 
+import cloudpickle
 import pytest
 import torch
 from lora_sync import LoRAPayload, verify
@@ -18,7 +20,9 @@ from omni_rollout.errors import LifecycleError, ReplicaDeadError, RolloutConfigE
 from omni_rollout.placement import assign_nodes, cluster_nodes, on_node
 from omni_rollout.replica import DiffusersReplica, LocalHandle
 from omni_rollout.router import Router
+from omni_rollout.types import GenerationRequest
 from omni_rollout.vllm_omni.replica import vLLMOmniReplica
+from omni_rollout.vllm_omni.server import vLLMOmniHttpServer
 from omni_rollout.weights import content_sum
 from safetensors.torch import load_file
 from sde_samplers import Trajectory, from_diffusers, replay
@@ -54,12 +58,88 @@ def cluster():
     cluster.shutdown()
 
 
+#: Other architectures, as small random pipelines; the last one is scheduled step by step.
+MODELS = {
+    "sd3": {},
+    "z_image": {},
+    "flux": {"guidance_scale": 3.5},
+    "wan": {"num_frames": 5},
+    "wan_5b": {"num_frames": 5},
+}
+STEPWISE = "qwen_image"
+
+
+class TouringServer(vLLMOmniHttpServer):
+    """Before it starts its own engine, runs one for each other model in the same process, which imports vLLM once."""
+
+    async def launch_server(self, *args, **kwargs):
+        self.tour = {}
+        for name, stop in self.model_config.stops.items():
+            settings = dataclasses.replace(self.config.vllm_omni, step_execution=name == STEPWISE)
+            config = dataclasses.replace(self.config, vllm_omni=settings)
+            server = vLLMOmniHttpServer(config, types.SimpleNamespace(path=stop["path"], algorithm="flow_grpo"))
+            await vLLMOmniHttpServer.launch_server(server)
+            try:
+                base = await server.generate_sequences(stop["requests"])
+                lora = await server.update_lora(stop["payload"])
+                adapted = await server.generate_sequences(stop["requests"])
+                weights = await server.update_weights(stop["weights"], version=2)
+                self.tour[name] = {"base": base, "lora": lora, "adapted": adapted, "weights": weights}
+            finally:
+                await server.shutdown()
+        return await super().launch_server(*args, **kwargs)
+
+    async def toured(self, name):
+        return self.tour[name]
+
+
 @pytest.fixture(scope="module")
-def engine(cluster, tiny, runner):
+def stops(tmp_path_factory):
+    """What each other model is asked for, and the embedded backend that says what is right."""
+    from model_specs import tiny as tiny_models
+
+    stops = {}
+    for name in [*MODELS, STEPWISE]:
+        path = str(tiny_models.build(name, tmp_path_factory.mktemp(name)))
+        backend = DiffusersBackend.from_pretrained(path)
+        targets = {
+            module: child.weight.shape
+            for module, child in backend.transformer.named_modules()
+            if isinstance(child, torch.nn.Linear) and module.endswith(backend.spec.lora_targets)
+        }
+        generator, tensors = torch.Generator().manual_seed(3), {}
+        for module, (out, wide) in targets.items():
+            tensors[f"{module}.lora_A.weight"] = torch.randn(2, wide, generator=generator) * 0.3
+            tensors[f"{module}.lora_B.weight"] = torch.randn(out, 2, generator=generator) * 0.3
+        fields = {
+            "seed": 7, "height": 64, "width": 64, "num_inference_steps": 4, "max_sequence_length": 48, "kind": "flow_sde",
+            "noise_level": 0.7, "true_cfg_scale": 3.0, "negative_prompt": "blurry", **MODELS.get(name, {}),
+        }  # fmt: skip
+        requests = [
+            GenerationRequest(
+                f"{name}{i}", f"u{i}", i, prompt=PROMPTS[i % 2], window=((0, 1), (1, 2), (0, 3))[i], **fields
+            )
+            for i in range(3)
+        ]
+        stops[name] = {
+            "path": path,
+            "requests": requests,
+            "payload": LoRAPayload.build(tensors, alphas=4.0, version=1),
+            "weights": [(n, p.detach() * 1.01) for n, p in backend.transformer.named_parameters()],
+            "backend": backend,
+        }
+    return stops
+
+
+@pytest.fixture(scope="module")
+def engine(cluster, tiny, runner, stops):
     os.environ["OMNI_ROLLOUT_CPU"] = "1"
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
     settings = VllmOmniConfig(enforce_eager=True, max_num_seqs=8, request_batch_max_wait_ms=20.0)
     config = DiffusionRolloutConfig(backend="vllm_omni", dtype="float32", vllm_omni=settings)
-    replica = vLLMOmniReplica(config, types.SimpleNamespace(path=tiny))
+    sent = {name: {k: v for k, v in stop.items() if k != "backend"} for name, stop in stops.items()}
+    replica = vLLMOmniReplica(config, types.SimpleNamespace(path=tiny, stops=sent))
+    replica.server_class = TouringServer
     runner.run(replica.launch())
     yield replica
     runner.run(replica.close())
@@ -303,6 +383,28 @@ def test_lora_means_the_same_in_engine_and_trainer(engine, embedded, draw, reque
         outputs.append(draw(replica, requests))
         runner.run(replica.call("remove_lora"))
     assert max(difference(a, b) for a, b in zip(*outputs, strict=True)) <= 1e-5
+
+
+@needs_engine
+@pytest.mark.parametrize("name", [*MODELS, STEPWISE])
+def test_other_models_equal_the_embedded_backend(engine, stops, runner, name):
+    """Guidance, prompts of different lengths, windows of each row, every LoRA target, and full weights after LoRA layers."""
+    found, stop, backend = runner.run(engine.call("toured", name)), stops[name], stops[name]["backend"]
+    expected = backend.generate(stop["requests"])
+    keys = (*PHASES, "prompt_embeds", "negative_prompt_embeds")
+    for ours, theirs in zip(found["base"], expected, strict=True):
+        assert difference(ours, theirs, PHASES) <= 1e-5
+        assert difference(ours, theirs, keys) <= 1e-4
+        assert (ours.log_probs - theirs.log_probs).abs().max() <= 1e-5
+        assert ours.extra_fields["schedule_hash"] == theirs.extra_fields["schedule_hash"]
+        assert (ours.diffusion_output.int() - theirs.diffusion_output.int()).abs().max() <= 1
+    verify(stop["payload"], found["lora"])
+    backend.update_lora(stop["payload"])
+    for ours, theirs, base in zip(found["adapted"], backend.generate(stop["requests"]), found["base"], strict=True):
+        assert difference(ours, theirs) <= 1e-4
+        assert difference(ours, base, ("final_latents",)) > 1e-2
+    assert found["weights"].tensors_bound == len(stop["weights"])
+    assert found["weights"].checksum == content_sum(value for _, value in stop["weights"])
 
 
 @needs_engine

@@ -127,11 +127,10 @@ class vLLMOmniHttpServer:
             keywords["tensor_parallel_size"] = settings.tensor_model_parallel_size
         try:
             self.engine = AsyncOmni(model=self.model_config.path, **keywords)
-            facts = await self._rpc("engine_facts")
+            await self._rpc("engine_facts")  # an engine that answers has its extension in place
         except Exception as error:
             self.lifecycle.fail(f"start failed: {error}")
             raise
-        self._architecture = facts["architecture"]
         self.lifecycle.loaded()
         self._seconds["start"] = time.perf_counter() - start
         return self._seconds["start"]
@@ -294,7 +293,7 @@ class vLLMOmniHttpServer:
         with self.lifecycle.syncing(payload.version, lora=True):
             start = time.perf_counter()
             number = next(self._lora_ids)
-            request = make_request(payload, number, name=adapter, architecture=self._architecture)
+            request = make_request(payload, number, adapter)
             facts = await self._rpc("bind_lora", request, payload.version)
             if facts["differing"]:
                 await self._rpc("drop_lora", number)

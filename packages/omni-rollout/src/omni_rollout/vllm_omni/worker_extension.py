@@ -58,8 +58,8 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
             parts = manager._get_packed_sublayer_suffixes(suffix, count) if count > 1 else [suffix]
             for part, a, b in zip(parts or [], layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
                 held[f"{prefix}.{part}"] = (a[0, 0], b[0, 0])
-        for key, sent in (request.lora_tensors or {}).items():
-            module = key.removeprefix("base_model.model.").rsplit(".lora_", 1)[0]
+        for key, sent in self.model_runner.pipeline.engine_tensors(request.lora_tensors or {}).items():
+            module = key.rpartition(".lora_")[0]
             buffer = held[module][0 if ".lora_A." in key else 1]
             live = buffer[: sent.shape[0], : sent.shape[1]]
             if live.shape != sent.shape:
@@ -177,7 +177,6 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
             "policy_version": int(getattr(pipeline, "policy_version", 0)),
             "lora_modules": len(getattr(self.lora_manager, "_lora_modules", None) or {}),
             "lora_ids": list(self.lora_manager.list_adapters()) if self.lora_manager is not None else [],
-            "architecture": getattr(pipeline, "lora_architecture", ""),
             "prompts_cached": len(getattr(pipeline, "_prompt_cache", ())),
         }
 

@@ -17,6 +17,16 @@ class FluxRolloutPipeline(RolloutMixin, TensorLoRAMixin, FluxPipeline):
     lora_architecture = "flux"
     timestep_scale = 1.0
 
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        # The engine's LoRA manager learns from this attribute what its fused projections consist of; FLUX's transformer,
+        # alone among the five, does not set it, and an adapter on q, k or v would find no place.
+        self.transformer.stacked_params_mapping = [
+            (f".{fused}", f".{part}", shard)
+            for fused, parts in type(self.transformer).packed_modules_mapping.items()
+            for part, shard in zip(parts, "qkv", strict=True)
+        ]
+
     def encode_prompt(
         self,
         prompt: Any,
