@@ -55,7 +55,7 @@ class VisionLanguageReward(ModelReward):
         """The processor's tensors for one sample, on the device; `suffix` follows the instruction."""
         from PIL import Image
 
-        special = [token for token in self._processor.tokenizer.all_special_tokens if token in sample.prompt]
+        special = [token for token in self._processor.tokenizer.get_added_vocab() if token in sample.prompt]
         if special:
             raise RewardTargetError(f"{self.name}: the prompt contains the model's control token {special[0]!r}.")
         text = self.template.replace("{prompt}", sample.prompt) + suffix
@@ -165,12 +165,13 @@ class HpsV3Reward(VisionLanguageReward):
         from transformers import Qwen2VLConfig, Qwen2VLModel
 
         tokenizer = self._processor.tokenizer
-        tokenizer.add_special_tokens({"additional_special_tokens": [self.token]})
+        tokenizer.add_tokens([self.token], special_tokens=True)
         self._token_id = int(tokenizer.convert_tokens_to_ids(self.token))
         state = load_state(self.checkpoint)
         head = {k.removeprefix("rm_head."): v for k, v in state.items() if k.startswith("rm_head.")}
         body = {current_name(k): v for k, v in state.items() if not k.startswith(("rm_head.", "lm_head."))}
-        model = Qwen2VLModel(processor_of(Qwen2VLConfig, self.path, self.revision))
+        config: Any = processor_of(Qwen2VLConfig, self.path, self.revision)
+        model = Qwen2VLModel(config)
         words = body.get("language_model.embed_tokens.weight")
         if words is not None:
             model.resize_token_embeddings(len(words), mean_resizing=False)
@@ -180,7 +181,7 @@ class HpsV3Reward(VisionLanguageReward):
                     f"{self._token_id}: it was trained with another token or tokenizer."
                 )
         fill(model, body, self.checkpoint, ignore=("inv_freq",))
-        width = int(model.get_input_embeddings().weight.shape[1])
+        width = int(config.text_config.hidden_size)
         self._head = Sequential(
             Linear(width, 1024), ReLU(), Dropout(0.05), Linear(1024, 16), ReLU(), Linear(16, 2)
         )  # fmt: skip
