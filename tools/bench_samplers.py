@@ -21,7 +21,6 @@ from typing import Any
 
 import sde_samplers as ss
 import torch
-from sde_samplers import kernels
 from torch import Tensor
 
 SIGMA, SIGMA_NEXT, ETA = 0.9, 0.8, 0.7
@@ -33,14 +32,13 @@ def main() -> None:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--tune", action="store_true", help="CUDA: also time other block sizes")
     options = parser.parse_args()
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, but torch sees no CUDA device; use --device cpu")
-    report = bench_cuda(options.repeats, options.tune) if device == "cuda" else bench_cpu(options.repeats)
+    report = bench_cuda(options.repeats) if device == "cuda" else bench_cpu(options.repeats)
     report["torch"], report["python"] = torch.__version__, platform.python_version()
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -108,7 +106,7 @@ def in_turn(calls: list[Callable[[], Any]], repeats: int, clock: Callable[[Calla
 # --------------------------------------------------------------------------------------------------------------- CUDA
 
 
-def bench_cuda(repeats: int, tune: bool) -> dict[str, Any]:
+def bench_cuda(repeats: int) -> dict[str, Any]:
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "correct": correctness()}
     report["large"] = [
         large((1, 16, 33, 480, 320), torch.float32, repeats),  # 324 MB: one video latent
@@ -116,8 +114,6 @@ def bench_cuda(repeats: int, tune: bool) -> dict[str, Any]:
         large((1, 16, 33, 480, 320), torch.bfloat16, repeats),  # velocity in bf16, as a transformer returns it
     ]
     report["small"] = small(repeats)
-    if tune:
-        report["tune"] = tuning(repeats)
     return report
 
 
@@ -360,67 +356,6 @@ def exact_step(
 
 def relative(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
-
-
-def tuning(repeats: int) -> dict[str, Any]:
-    """Drawing and scoring under other block sizes; the shipped choice is `kernels.block_size`."""
-    shipped = kernels.block_size
-    table: dict[str, Any] = {}
-    for shape in ((1, 16, 33, 480, 320), SMALL):
-        x, v, z = (torch.randn(shape, device="cuda") for _ in range(3))
-        for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16)):
-            kernels.block_size = lambda elements, b=block, w=warps: (b, w)  # type: ignore[assignment]
-
-            def draw(x: Tensor = x, v: Tensor = v, z: Tensor = z) -> Any:
-                return ss.sde_step(
-                    x, v, SIGMA, SIGMA_NEXT, kind="flow_sde", noise_level=ETA, noise=z, fused=True, check_finite=False
-                )
-
-            def score(x: Tensor = x, v: Tensor = v, z: Tensor = z) -> Any:
-                return ss.sde_step(
-                    x,
-                    v,
-                    SIGMA,
-                    SIGMA_NEXT,
-                    kind="flow_sde",
-                    noise_level=ETA,
-                    prev_sample=z,
-                    fused=True,
-                    check_finite=False,
-                )
-
-            copies = 20 if x.numel() < 1 << 24 else 1
-            graphs = [graph_of(draw, copies), graph_of(score, copies)]
-            seconds = in_turn([g.replay for g in graphs], repeats, cuda_clock)
-            table[f"{list(shape)} {block}/{warps}"] = [s / copies * 1e6 for s in seconds]
-            print(f"  tune {list(shape)} block {block} warps {warps}: draw {seconds[0] / copies * 1e6:.2f} us,"
-                  f" score {seconds[1] / copies * 1e6:.2f} us")  # fmt: skip
-    kernels.block_size = shipped
-    x, v, z = (torch.randn(SMALL, device="cuda") for _ in range(3))
-    policy = kernels.eviction_policy
-
-    def draw_small() -> Any:
-        return ss.sde_step(
-            x, v, SIGMA, SIGMA_NEXT, kind="flow_sde", noise_level=ETA, noise=z, fused=True, check_finite=False
-        )
-
-    names = ("", "evict_first", "evict_last")
-    graphs = []
-    for name in names:
-        kernels.eviction_policy = lambda elements, name=name: name  # type: ignore[assignment]
-        graphs.append(graph_of(draw_small, 20))
-    kernels.eviction_policy = policy
-    same_bytes = torch.randn(2 * x.numel(), device="cuda")
-    graphs.append(graph_of(same_bytes.clone, 20))
-    warm_up(0.3)
-    for turn in range(2):
-        seconds = in_turn([graph.replay for graph in graphs], repeats, cuda_clock)
-        alone = [in_turn([graph.replay], repeats, cuda_clock)[0] for graph in graphs]
-        for kind, values in (("in turn", seconds), ("alone", alone)):
-            row = dict(zip((*(f"draw, {name or 'default'}" for name in names), "clone_8mb"), values, strict=True))
-            table[f"policy {kind} {turn}"] = {name: s / 20 * 1e6 for name, s in row.items()}
-            print(f"  policy {kind}: " + ", ".join(f"{name} {s / 20 * 1e6:.2f} us" for name, s in row.items()))
-    return table
 
 
 if __name__ == "__main__":

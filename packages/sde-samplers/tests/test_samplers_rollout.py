@@ -135,6 +135,8 @@ def test_the_first_bad_step_is_named(bad_step: int) -> None:
         ([1, 1], "twice"),
         (torch.zeros(3, 1, dtype=torch.int64), "batch"),
         (torch.rand(2), "dtype"),
+        (ss.Fixed((1,)), "steps"),
+        (3, "steps"),
     ],
 )
 def test_bad_windows(window: object, message: str) -> None:

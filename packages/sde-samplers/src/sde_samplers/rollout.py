@@ -7,7 +7,7 @@ or differs per sample. Mixed windows as in MixGRPO, arXiv 2507.21802; its Flash 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -155,6 +155,10 @@ def window_positions(window: WindowSteps, batch: int, steps: int) -> Tensor:
             raise SamplerError(f"window has dtype {window.dtype}; pass step positions as an int64 tensor [B, W]")
         rows = window.detach().to("cpu", torch.int64)
         rows = rows[None].expand(batch, -1) if rows.ndim == 1 else rows
+    elif not isinstance(window, Iterable) or isinstance(window, str):
+        raise SamplerError(
+            f"window={window!r} is no sequence of step positions; of a windows object pass .steps(training_step)"
+        )
     else:
         rows = torch.tensor([int(p) for p in window], dtype=torch.int64)[None].expand(batch, -1)
     if rows.ndim != 2 or rows.shape[0] != batch:
