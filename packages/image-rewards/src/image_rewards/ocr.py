@@ -1,9 +1,9 @@
 """`ocr`: is the text that was asked for in the picture, read by a real OCR engine?
 
-The engine is RapidOCR (PP-OCRv6 small through onnxruntime); its models ship in its package, so nothing is
-downloaded. It reads Latin, Chinese and Japanese letters; `check_target` refuses a target with letters it has no
-symbol for. A policy that optimises text alone learns to erase the rest, so the guards of `quality.py` are always
-among the components.
+The engine is RapidOCR (PP-OCRv6 small through onnxruntime); its models ship in its package, so nothing is downloaded.
+It has symbols for Latin, Greek, Chinese and Japanese; `check_target` refuses a target with letters it has no symbol
+for. A policy that optimises text alone learns to erase the rest, so the guards of `quality.py` are always among the
+components.
 """
 
 from __future__ import annotations

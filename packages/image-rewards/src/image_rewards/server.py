@@ -10,6 +10,7 @@ while it is read, so a large one costs no more memory than the limit.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import logging
@@ -78,10 +79,14 @@ def create_app(reward: Reward, *, token: str = "", limits: Limits | None = None)
         inflight += size
         body = bytearray()
         try:
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > size:
-                    raise _RefusedError(400, f"the body is longer than its Content-Length of {size}.")
+            async with asyncio.timeout(limits.timeout_s):  # or a silent client would hold its share for ever
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > size:
+                        raise _RefusedError(400, f"the body is longer than its Content-Length of {size}.")
+        except TimeoutError as error:
+            inflight -= size
+            raise _RefusedError(408, f"{len(body)} of {size} bytes came in {limits.timeout_s} s.") from error
         except BaseException:
             inflight -= size
             raise
