@@ -134,7 +134,7 @@ def test_loops_are_registered_by_name(config, batch, arithmetic_backend):
     out = asyncio.run(worker_of(config, arithmetic_backend()).generate_sequences(batch))
     assert out["responses"][0].sum() == 0
     assert out["responses"][1].sum() > 0
-    with pytest.raises(RolloutConfigError, match="'nobody' is not registered; known are diffusion_single_turn"):
+    with pytest.raises(RolloutConfigError, match="'nobody' is not registered; known are diffusion_judge_edit"):
         get_agent_loop("nobody")
     with pytest.raises(RolloutConfigError, match="registered already"):
         register("test_black_square_agent")(type("Other", (Loop,), {}))

@@ -7,6 +7,7 @@ import asyncio
 import dataclasses
 import os
 import platform
+import signal
 import sys
 import types
 
@@ -17,6 +18,7 @@ from lora_sync import LoRAPayload, verify
 from omni_rollout.config import DiffusionRolloutConfig, RouterConfig, VllmOmniConfig
 from omni_rollout.diffusers_backend import DiffusersBackend
 from omni_rollout.errors import LifecycleError, ReplicaDeadError, RolloutConfigError, SyncError
+from omni_rollout.fleet import Fleet
 from omni_rollout.placement import assign_nodes, cluster_nodes, on_node
 from omni_rollout.replica import DiffusersReplica, LocalHandle
 from omni_rollout.router import Router
@@ -447,6 +449,36 @@ def test_two_nodes_place_actors_as_asked(cluster):
             ray.kill(actor)
     with pytest.raises(RolloutConfigError, match="Missing: 3 GPUs"):
         assign_nodes(cluster_nodes(), 1, gpus=3)
+
+
+def test_a_fleet_survives_the_death_of_its_process(cluster, tiny, embedded, runner, make_request):
+    """kill -9 in the middle of a batch: the replica comes back at the newest adapter and the batch is complete."""
+    config = DiffusionRolloutConfig(dtype="float32", max_batch_size=4)
+    requests = [make_request(i, num_inference_steps=30) for i in range(12)]
+    payload = adapter(40, seed=6)
+
+    async def run():
+        fleet = await Fleet.launch(config, types.SimpleNamespace(path=tiny), cpus=0.5)
+        receipts = await fleet.update_lora(payload)
+        pid = await fleet.router.replicas[0].call("pid")
+        tasks = [asyncio.ensure_future(fleet.router.generate(request)) for request in requests]
+        while not (await fleet.router.replicas[0].health()).generated:
+            await asyncio.sleep(0.01)
+        os.kill(pid, signal.SIGKILL)
+        outputs = await asyncio.gather(*tasks)
+        await fleet.close()
+        return receipts, outputs, fleet.router.metrics()
+
+    receipts, outputs, metrics = runner.run(run())
+    assert receipts[0].hash == payload.hash
+    assert {o.extra_fields["policy_version"] for o in outputs} == {40}
+    assert (metrics["rollout/deaths"], metrics["rollout/restarts"], metrics["rollout/completed"]) == (1, 1, 12)
+    backend = embedded.backend
+    if backend.policy_version < 40:
+        backend.update_lora(payload)
+        expected = backend.generate(requests)
+        backend.remove_lora()
+        assert all(difference(a, b) <= 1e-5 for a, b in zip(outputs, expected, strict=True))
 
 
 @needs_engine

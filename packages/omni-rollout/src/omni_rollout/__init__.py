@@ -18,6 +18,7 @@ _EXPORTS = {
     "RolloutBackend": "backend",
     "DiffusersBackend": "diffusers_backend",
     "Lifecycle": "lifecycle",
+    "Fleet": "fleet",
     "DiffusersReplica": "replica",
     "vLLMOmniReplica": "vllm_omni.replica",
     "LocalHandle": "replica",

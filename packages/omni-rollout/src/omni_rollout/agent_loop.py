@@ -119,6 +119,8 @@ def register(name: str) -> Callable[[_Loop], _Loop]:
 
 def get_agent_loop(name: str) -> type[DiffusionAgentLoop]:
     """The agent loop registered under `name`."""
+    from . import edit_loop  # noqa: F401 - registers itself
+
     if name not in _REGISTRY:
         raise RolloutConfigError(f"agent loop {name!r} is not registered; known are {', '.join(sorted(_REGISTRY))}.")
     return _REGISTRY[name]

@@ -150,6 +150,8 @@ class RouterConfig:
     """Deadline of one attempt; 0 waits for ever."""
     max_retries: int = 2
     """Further attempts, on another replica where there is one, with the same seeds."""
+    start_timeout_s: float = 900.0
+    """How long a replica may take to start."""
     restart: bool = True
     """Start a dead replica again and bring it to the newest weights."""
 
@@ -181,8 +183,6 @@ class VllmOmniConfig:
     """Attention kernel of the engine: TORCH_SDPA runs everywhere, FLASH_ATTN needs its wheel."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments, handed to AsyncOmni as they are."""
-    start_timeout_s: float = 900.0
-    """How long an engine may take to start."""
     openai_port: int | None = None
     """Port of the OpenAI-style image route for people; None starts no server."""
 
@@ -218,6 +218,10 @@ class DiffusionRolloutConfig:
     """Samples that are denoised together in the diffusers backend."""
     num_replicas: int = 1
     """Replicas of the policy that the router spreads requests over."""
+    placement: str = "pack"
+    """How replicas spread over the nodes of a cluster: pack (fill one node first) or spread."""
+    device: str = "cpu"
+    """Device of replicas with weights of their own in the diffusers backend; one that shares them lives where they are."""
     rollout_adapter: str = "default"
     """LoRA adapter that samples ("reference" is the policy with adapters off)."""
     pipeline: DiffusionPipelineConfig = field(default_factory=DiffusionPipelineConfig)
@@ -229,6 +233,7 @@ class DiffusionRolloutConfig:
 
     def __post_init__(self) -> None:
         _require(self.backend in BACKENDS, "rollout.backend", self.backend, "one of " + ", ".join(BACKENDS))
+        _require(self.placement in ("pack", "spread"), "rollout.placement", self.placement, "pack or spread")
         _require(self.dtype in DTYPES, "rollout.dtype", self.dtype, "one of " + ", ".join(DTYPES))
         for name in ("n", "max_batch_size", "num_replicas"):
             _require(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "at least 1")

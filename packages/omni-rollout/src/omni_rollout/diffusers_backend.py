@@ -181,8 +181,9 @@ class DiffusersBackend:
             level = float(schedule.sigmas[start])
             x, part = (1 - level) * clean + level * x, SigmaSchedule(schedule.sigmas[start:])
         window = torch.tensor([r.window for r in batch], dtype=torch.long) - start if first.window else None
+        kind: Any = first.kind  # checked when the request was made
         return rollout(
-            velocity, x, part, kind=first.kind, noise_level=first.noise_level, window=window, generators=generators
+            velocity, x, part, kind=kind, noise_level=first.noise_level, window=window, generators=generators
         )
 
     def _schedule(self, request: GenerationRequest) -> SigmaSchedule:

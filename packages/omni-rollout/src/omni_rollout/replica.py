@@ -8,6 +8,7 @@ asks for the same samples in the same order makes the same batches, which is wha
 from __future__ import annotations
 
 import asyncio
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +121,8 @@ class _LocalMethod:
 
     def remote(self, *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
         """Start the call; the future holds its result or error."""
+        if inspect.iscoroutinefunction(self._method):
+            return asyncio.ensure_future(self._method(*args, **kwargs))
         return asyncio.get_running_loop().run_in_executor(self._pool, partial(self._method, *args, **kwargs))
 
 

@@ -159,7 +159,11 @@ class Router:
         if self._restart is not None:
             task = asyncio.ensure_future(self._bring_back(place))
             self._restarts[place] = task
-            task.add_done_callback(lambda _: (self._restarts.pop(place, None), self._wake()))
+            task.add_done_callback(lambda _: self._came_back(place))
+        self._wake()
+
+    def _came_back(self, place: int) -> None:
+        self._restarts.pop(place, None)
         self._wake()
 
     async def _bring_back(self, place: int) -> None:
@@ -176,10 +180,15 @@ class Router:
             self.counts["restarts"] += 1
             return
 
+    def living(self) -> list[Replica]:
+        """Replicas that take requests now."""
+        return [replica for replica, alive in zip(self.replicas, self._alive, strict=True) if alive]
+
     async def broadcast(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a backend method on every living replica; the first error is raised after all have answered."""
-        targets = [replica for replica, alive in zip(self.replicas, self._alive, strict=True) if alive]
-        answers = await asyncio.gather(*(r.call(method, *args, **kwargs) for r in targets), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(replica.call(method, *args, **kwargs) for replica in self.living()), return_exceptions=True
+        )
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer

@@ -74,13 +74,12 @@ class vLLMOmniReplica(Replica):
         self.handle = actor.remote(
             self.config, self.model_config, self.rollout_mode, (), self.replica_rank, 0, gpus_per_node, 1, ""
         )
+        limit = self.config.router.start_timeout_s
         try:
-            await asyncio.wait_for(_await(self.handle.launch_server.remote()), self.config.vllm_omni.start_timeout_s)
+            await asyncio.wait_for(_await(self.handle.launch_server.remote()), limit)
         except TimeoutError as error:
             ray.kill(self.handle)
-            raise ReplicaDeadError(
-                f"{self.name} did not start in {self.config.vllm_omni.start_timeout_s} s."
-            ) from error
+            raise ReplicaDeadError(f"{self.name} did not start in {limit} s.") from error
         except Exception as error:
             raise typed_error(self.name, error) from error
 

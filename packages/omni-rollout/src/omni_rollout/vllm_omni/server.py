@@ -79,10 +79,12 @@ class vLLMOmniHttpServer:
         self._ids: set[str] = set()
         self._generated = 0
         self._batches: Counter[int] = Counter()
-        self._seconds: Counter[str] = Counter()
+        self._seconds = {"start": 0.0, "generate": 0.0, "sync": 0.0}
         self._stream = ExitStack()
         self._sent = 0
         self._tokenizer: Any = None
+        self._busy_since = 0.0
+        self._serving: asyncio.Future[None] | None = None
 
     @property
     def policy_version(self) -> int:
@@ -132,8 +134,19 @@ class vLLMOmniHttpServer:
             self.lifecycle.fail(f"start failed: {error}")
             raise
         self.lifecycle.loaded()
+        if settings.openai_port is not None:
+            self._serving = asyncio.ensure_future(self._serve(settings.openai_port))
         self._seconds["start"] = time.perf_counter() - start
         return self._seconds["start"]
+
+    async def _serve(self, port: int) -> None:
+        """The image route for people, on this machine only."""
+        import uvicorn
+
+        from ..openai_api import create_app
+
+        app = create_app(_People(self), self.config.val_kwargs.pipeline, Path(self.model_config.path).name)
+        await uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning")).serve()
 
     def _algorithm(self) -> str:
         return getattr(self.model_config, "algorithm", None) or "flow_grpo"
@@ -141,6 +154,8 @@ class vLLMOmniHttpServer:
     async def shutdown(self) -> None:
         """End the engine and its processes."""
         engine, self.engine = self.engine, None
+        if self._serving is not None:
+            self._serving.cancel()
         self.lifecycle.fail("it was shut down")
         if engine is not None:
             engine.shutdown()
@@ -194,6 +209,8 @@ class vLLMOmniHttpServer:
             prompt["negative_prompt"] = request.negative_prompt or ""
         final = None
         with self.lifecycle.generating():
+            if self.lifecycle.in_flight == 1:
+                self._busy_since = time.perf_counter()
             self._ids.add(request.request_id)
             try:
                 stream = self.engine.generate(
@@ -205,6 +222,8 @@ class vLLMOmniHttpServer:
                 raise await self._typed(error) from error
             finally:
                 self._ids.discard(request.request_id)
+                if self.lifecycle.in_flight == 1:  # this was the last: nothing overlaps any more
+                    self._seconds["generate"] += time.perf_counter() - self._busy_since
         return self._output(request, final)
 
     def _params(self, request: GenerationRequest) -> dict[str, Any]:
@@ -429,6 +448,16 @@ class vLLMOmniHttpServer:
 
     async def _rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return checked(method, await self.engine.collective_rpc(method, args=args, kwargs=kwargs))
+
+
+class _People:
+    """The server as a client that takes whole requests, which `generate` (tokens in, picture out) does not."""
+
+    def __init__(self, server: vLLMOmniHttpServer) -> None:
+        self._server = server
+
+    async def generate(self, request: GenerationRequest) -> DiffusionOutput:
+        return await self._server.generate_one(request)
 
 
 def _to_tensor(images: list[Any], request: GenerationRequest) -> Tensor:

@@ -13,7 +13,9 @@ def write_bucket(named: Iterable[tuple[str, Tensor]]) -> shared_memory.SharedMem
     """Put tensors into a new block (safetensors bytes). The caller closes and unlinks it."""
     data = safetensors.torch.save({name: value.detach().contiguous().cpu() for name, value in named})
     block = shared_memory.SharedMemory(create=True, size=len(data))
-    block.buf[: len(data)] = data
+    memory = block.buf
+    assert memory is not None
+    memory[: len(data)] = data
     return block
 
 
@@ -21,7 +23,9 @@ def read_bucket(name: str) -> list[tuple[str, Tensor]]:
     """The tensors of a block, copied out of it."""
     block = shared_memory.SharedMemory(name=name)
     try:
-        return list(safetensors.torch.load(bytes(block.buf)).items())
+        memory = block.buf
+        assert memory is not None
+        return list(safetensors.torch.load(bytes(memory)).items())
     finally:
         block.close()
 

@@ -11,7 +11,7 @@ from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
 
 
 def _plain_linear(layer: nn.Module, remove_weight: bool) -> None:
-    layer.cpu_linear = nn.functional.linear
+    layer.cpu_linear = nn.functional.linear  # type: ignore[assignment]  # a function, as vLLM's own code puts there
 
 
 @contextmanager

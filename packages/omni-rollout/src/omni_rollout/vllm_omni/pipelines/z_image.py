@@ -45,7 +45,7 @@ class _AskingScheduler(FlowMatchEulerDiscreteScheduler):
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.rollout is None or self.rollout._batch is None:
-            return super().step(model_output, timestep, sample, *args, **kwargs)
+            return super().step(model_output, timestep, sample, *args, **kwargs)  # type: ignore[misc]
         return (self.rollout.scheduler_step_maybe_with_cfg(model_output, timestep, sample, False),)
 
 
@@ -59,6 +59,8 @@ class _OneForAll(DiffusionRequestBatch):
 
 class ZImageRolloutPipeline(RolloutMixin, TensorLoRAMixin, ZImagePipeline):
     """Whole requests, several at a time."""
+
+    scheduler: Any
 
     supports_request_batch = True
     lora_architecture = "z_image"

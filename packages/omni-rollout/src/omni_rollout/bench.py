@@ -1,0 +1,103 @@
+"""How fast a backend draws: pictures per second, what its batches looked like, where the time went."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from .backend import Health
+from .config import DiffusionRolloutConfig, RouterConfig, VllmOmniConfig
+from .replica import DiffusersReplica, LocalHandle
+from .router import Router
+from .types import GenerationRequest
+
+
+def bench(
+    model: str,
+    backend: str = "diffusers",
+    *,
+    samples: int = 96,
+    group: int = 16,
+    batch: int = 64,
+    rounds: int = 3,
+    dtype: str = "float32",
+    device: str = "cpu",
+    **fields: Any,
+) -> dict[str, Any]:
+    """Draw `samples` pictures `rounds` times after one warm-up, in groups of `group` samples a prompt.
+
+    `fields` are those of `GenerationRequest` (height, width, num_inference_steps, …). Returns plain values, JSON-ready.
+    """
+    requests = [
+        GenerationRequest(
+            request_id=f"b{i}", uid=f"p{i // group}", index=i % group, seed=0, prompt=f"number {i // group}", **fields
+        )
+        for i in range(samples)
+    ]
+    return asyncio.run(_bench(model, backend, requests, batch, rounds, dtype, device))
+
+
+async def _bench(
+    model: str, backend: str, requests: list[GenerationRequest], batch: int, rounds: int, dtype: str, device: str
+) -> dict[str, Any]:
+    start = time.perf_counter()
+    target: Any
+    if backend == "vllm_omni":
+        from .vllm_omni.server import vLLMOmniHttpServer
+
+        config = DiffusionRolloutConfig(
+            backend=backend, dtype=dtype, vllm_omni=VllmOmniConfig(max_num_seqs=batch, enforce_eager=device == "cpu")
+        )
+        target = vLLMOmniHttpServer(config, SimpleNamespace(path=model))
+        await target.launch_server()
+    else:
+        import torch
+
+        from .diffusers_backend import DiffusersBackend
+
+        target = DiffusersBackend.from_pretrained(
+            model, dtype=getattr(torch, dtype), device=device, max_batch_size=batch
+        )
+    started = time.perf_counter() - start
+    router = Router([DiffusersReplica(LocalHandle(target), len(requests))], RouterConfig(request_timeout_s=0))
+    await _round(router, requests)
+    before, times = await _health(target), []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        await _round(router, requests)
+        times.append(time.perf_counter() - begin)
+    after = await _health(target)
+    if hasattr(target, "shutdown"):
+        await target.shutdown()
+    count = rounds * len(requests)
+    return {
+        "backend": backend,
+        "model": model,
+        "start_s": round(started, 2),
+        "images_per_s": round(count / sum(times), 2),
+        "best_round_s": round(min(times), 3),
+        "batches": {str(size): n - before.batches.get(size, 0) for size, n in sorted(after.batches.items())},
+        "seconds_per_image": {
+            phase: round((seconds - before.seconds.get(phase, 0.0)) / count, 5)
+            for phase, seconds in after.seconds.items()
+            if phase not in ("start", "sync")
+        },
+    }
+
+
+async def _round(router: Router, requests: list[GenerationRequest]) -> None:
+    await asyncio.gather(*(router.generate(request) for request in requests))
+
+
+async def _health(target: Any) -> Health:
+    answer = target.health()
+    health: Health = await answer if asyncio.iscoroutine(answer) else answer
+    return health
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """One value a line."""
+    return "\n".join(f"{name:18} {json.dumps(value)}" for name, value in result.items())

@@ -1,0 +1,144 @@
+"""All replicas of a run as one: started where they fit, synced together, replaced when they die.
+
+    fleet = await Fleet.launch(config, model_config)
+    output = await fleet.router.generate(request)
+    receipts = await fleet.update_lora(payload)
+
+A replica that is replaced gets the newest adapters before it takes a request, so that nobody samples from an old policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from .backend import WeightReceipt
+from .config import DiffusionRolloutConfig
+from .errors import RolloutConfigError
+from .placement import Node, assign_nodes, cluster_nodes, import_ray, on_node
+from .replica import DiffusersReplica, Replica
+from .router import Router
+
+Resync = Callable[[Replica], Awaitable[None]]
+
+
+class Fleet:
+    """Use `launch`.
+
+    Args:
+        config: the rollout configuration.
+        model_config: has `path`, a diffusers pipeline folder.
+        resync: brings a new replica to the newest base weights; needed where base weights are trained.
+    """
+
+    def __init__(self, config: DiffusionRolloutConfig, model_config: Any, resync: Resync | None = None) -> None:
+        self.config, self.model_config = config, model_config
+        self.router: Router
+        self._resync = resync
+        self._payloads: dict[str, Any] = {}
+        self._base_changed = False
+        self._nodes: list[Node] = []
+
+    @classmethod
+    async def launch(
+        cls, config: DiffusionRolloutConfig, model_config: Any, *, cpus: float = 1.0, resync: Resync | None = None
+    ) -> Fleet:
+        """Start `config.num_replicas` replicas. Raises `RolloutConfigError` at once when they do not fit."""
+        fleet = cls(config, model_config, resync)
+        fleet._cpus = cpus
+        fleet._nodes = assign_nodes(
+            cluster_nodes(), config.num_replicas, gpus=fleet.gpus, cpus=cpus, strategy=config.placement
+        )
+        replicas = await asyncio.gather(*(fleet._start(place) for place in range(config.num_replicas)))
+        fleet.router = Router(replicas, config.router, restart=fleet._restart)
+        return fleet
+
+    _cpus: float = 1.0
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that one replica needs."""
+        if self.config.backend == "diffusers":
+            return 0 if self.config.device == "cpu" else 1
+        from .vllm_omni.replica import vLLMOmniReplica
+
+        return vLLMOmniReplica(self.config, self.model_config).gpus
+
+    async def _start(self, place: int) -> Replica:
+        node = self._nodes[place]
+        if self.config.backend == "vllm_omni":
+            from .vllm_omni.replica import vLLMOmniReplica
+
+            replica = vLLMOmniReplica(self.config, self.model_config, place, node=node, cpus=self._cpus)
+            await replica.launch()
+            return replica
+        from .hosted import HostedDiffusersBackend
+
+        ray = import_ray()
+        actor = ray.remote(HostedDiffusersBackend).options(
+            num_gpus=self.gpus, num_cpus=self._cpus, max_concurrency=100, scheduling_strategy=on_node(node)
+        )
+        options = {"max_batch_size": self.config.max_batch_size, "device": self.config.device}
+        handle = actor.remote(self.model_config.path, self.config.dtype, **options)
+        hosted = DiffusersReplica(handle, self.config.max_batch_size, name=f"diffusers-{place}")
+        async with asyncio.timeout(self.config.router.start_timeout_s):
+            await hosted.health()  # loading errors come out here
+        return hosted
+
+    async def _restart(self, place: int) -> Replica:
+        await self.router.replicas[place].close()
+        replica = await self._start(place)
+        if self._base_changed:
+            if self._resync is None:
+                raise RolloutConfigError(
+                    "base weights were synced before, so a new replica needs them too: launch the fleet with `resync`."
+                )
+            await self._resync(replica)
+        for adapter, payload in self._payloads.items():
+            await self._bind(replica, payload, adapter)
+        return replica
+
+    @staticmethod
+    async def _bind(replica: Replica, payload: Any, adapter: str) -> Any:
+        from lora_sync import verify
+
+        return verify(payload, await replica.update_lora(payload, adapter))
+
+    # ----------------------------------------------------------------------------------------------------------- weights
+
+    async def update_lora(self, payload: Any, adapter: str = "default") -> list[Any]:
+        """Every replica gets the adapter between two requests, never during one. Returns the verified receipts."""
+        await self.router.drain()
+        try:
+            self._payloads[adapter] = payload
+            return await asyncio.gather(*(self._bind(r, payload, adapter) for r in self.router.living()))
+        finally:
+            self.router.admit()
+
+    async def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> list[WeightReceipt]:
+        """Every replica gets the full weights. `named` is read once and kept for the replicas that come after the first."""
+        await self.router.drain()
+        try:
+            self._base_changed = True
+            weights = list(named)
+            return [await replica.update_weights(weights, version) for replica in self.router.living()]
+        finally:
+            self.router.admit()
+
+    async def sleep(self) -> None:
+        """Finish what is in flight, then give the GPUs back; requests wait until `wake_up`."""
+        await self.router.drain()
+        await self.router.broadcast("sleep")
+
+    async def wake_up(self) -> None:
+        """Take the GPUs again and let requests through."""
+        await self.router.broadcast("wake_up")
+        self.router.admit()
+
+    async def close(self) -> None:
+        """End all replicas."""
+        for replica in self.router.replicas:
+            await replica.close()
