@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from .layers import adapter_parameters, full, is_sharded, layer_alpha, layers_of, lora_layers, neutral_name, reshard
-from .payload import LoRAPayload, tensor_digest
+from .payload import LoRAPayload
 
 
 def stream_lora(module: nn.Module, adapter_name: str = "default", *, copy: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -34,7 +34,7 @@ def extract_lora(
     base_fingerprint: str | None = None,
     copy: bool = True,
 ) -> LoRAPayload:
-    """Snapshot an adapter as a `LoRAPayload`, hashed while it is read.
+    """Snapshot an adapter as a `LoRAPayload`.
 
     Args:
         module: a model with PEFT LoRA layers (``add_adapter``, ``inject_adapter_in_model`` or a ``PeftModel``).
@@ -45,10 +45,7 @@ def extract_lora(
     Raises ``AdapterError`` (no such adapter) and ``PayloadError`` (DoRA, LoRA biases, embeddings). Under FSDP2 all
     ranks call it and all get the payload.
     """
-    tensors: dict[str, Tensor] = {}
-    digests: dict[str, str] = {}
-    for name, tensor in stream_lora(module, adapter_name, copy=copy):
-        tensors[name], digests[name] = tensor, tensor_digest(tensor)
+    tensors = dict(stream_lora(module, adapter_name, copy=copy))
     layers = layers_of(module, adapter_name)
     return LoRAPayload.build(
         tensors,
@@ -56,7 +53,6 @@ def extract_lora(
         version=version,
         target_modules=_targets(module, adapter_name, set(layers)),
         base_fingerprint=base_fingerprint,
-        digests=digests,
     )
 
 

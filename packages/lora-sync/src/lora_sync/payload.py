@@ -60,11 +60,10 @@ class LoRAPayload:
         version: int,
         target_modules: tuple[str, ...] | None = None,
         base_fingerprint: str | None = None,
-        digests: Mapping[str, str] | None = None,
     ) -> LoRAPayload:
         """Check the tensors and make a payload, hash included.
 
-        ``alphas`` is one number or module → alpha. ``digests`` are tensor hashes that the caller already made.
+        ``alphas`` is one number or module → alpha.
         Raises ``PayloadError`` when there is nothing, a half of a pair is missing, or shapes do not agree.
         """
         if not isinstance(version, int) or isinstance(version, bool) or version < 0:
@@ -81,7 +80,7 @@ class LoRAPayload:
             alpha=float(alpha),
             target_modules=tuple(target_modules) if target_modules else modules,
             version=version,
-            hash=content_hash(tensors, {name: float(per_module[name]) for name in modules}, digests),
+            hash=content_hash(tensors, {name: float(per_module[name]) for name in modules}),
             base_fingerprint=base_fingerprint,
             alpha_pattern=pattern,
         )

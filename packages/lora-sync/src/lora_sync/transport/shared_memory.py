@@ -28,7 +28,7 @@ from ..message import BufferPool, Incoming, Message, Outgoing
 from .base import DEFAULT_TIMEOUT, Deadline, Transport
 
 _MAGIC = 0x4C53_5259_4E47_0001
-_SLOT_BYTES, _SLOTS, _MAX_READERS = 1 << 20, 16, 64
+_SLOT_BYTES, _SLOTS, _MAX_READERS = 512 << 10, 16, 64  # a slot fits a core's cache, the ring the shared one
 _HEADER_BYTES = 4096
 # int64 places in the header page
 _READY, _NREADERS, _WRITER_PID, _WRITTEN, _BROKEN, _LENGTHS, _READERS = 0, 1, 2, 3, 4, 8, 32
