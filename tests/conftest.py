@@ -23,6 +23,7 @@ SMALL = [
     "data.prompts_per_step=3",
     "rollout.val_kwargs.n=2",
     "rollout.n=8",
+    "actor.ppo_mini_batch_size=12",
 ]
 
 
@@ -71,7 +72,7 @@ class Program:
         self.watch()
         self.process.send_signal(number)
 
-    def wait(self, timeout=240):
+    def wait(self, timeout=240, grace=10):
         deadline = time.monotonic() + timeout
         out, err = "", ""
         while True:
@@ -83,7 +84,7 @@ class Program:
                 if time.monotonic() > deadline:
                     self.process.send_signal(signal.SIGKILL)
                     raise
-        _, alive = psutil.wait_procs(self.seen, timeout=10)
+        _, alive = psutil.wait_procs(self.seen, timeout=grace)
         return Finished(self.process.returncode, out, err, time.monotonic() - self.start, [str(p) for p in alive])
 
 

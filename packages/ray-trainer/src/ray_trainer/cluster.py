@@ -74,7 +74,9 @@ def ray_session(config: RayConfig) -> Iterator[None]:
             ray.shutdown()
         return
     # Short on purpose: the path of a Unix socket inside it may not exceed 107 bytes.
-    folder = Path(tempfile.mkdtemp(prefix="drl-", dir="/tmp" if sys.platform != "win32" else None))
+    place = Path("/tmp" if sys.platform != "win32" else tempfile.gettempdir())
+    _sweep(place)
+    folder = Path(tempfile.mkdtemp(prefix=f"drl-{os.getpid()}-", dir=place))
     try:
         ray.init(
             num_cpus=config.num_cpus or max(available_cpus(), 2),
@@ -87,3 +89,14 @@ def ray_session(config: RayConfig) -> Iterator[None]:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep(place: Path) -> None:
+    """Remove what sessions that were killed outright left behind: folders whose process is gone, our own ones only."""
+    for folder in place.glob("drl-*-*"):
+        try:
+            os.kill(int(folder.name.split("-")[1]), 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except (ValueError, PermissionError):  # not ours
+            continue
