@@ -37,6 +37,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER = 100 * 1024 * 1024
+_HOST_PIECE = 8 << 20
 META_KEY, DIGEST_KEY = "lora_sync", "lora_sync_digest"
 
 
@@ -83,10 +84,21 @@ def encode_plan(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> P
     return Plan(len(text).to_bytes(8, "little") + text, tuple(entries))
 
 
-def raw(tensor: Tensor) -> Tensor:
-    """The tensor's bytes as a flat uint8 CPU tensor: a view where it can be, a copy from a device or a stride."""
+def host_pieces(tensor: Tensor, size: int = _HOST_PIECE) -> Iterator[memoryview]:
+    """The tensor's bytes in order, at most ``size`` at a time.
+
+    From a GPU they come through one page-locked buffer, at the bus's speed; the next piece overwrites the last.
+    """
     flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).cpu() if flat.numel() else torch.empty(0, dtype=torch.uint8)
+    if not flat.numel():
+        return
+    flat = flat.view(torch.uint8)
+    if flat.device.type == "cpu":
+        yield from (byte_view(piece) for piece in flat.split(size))
+        return
+    host = torch.empty(min(size, flat.numel()), dtype=torch.uint8, pin_memory=flat.device.type == "cuda")
+    for piece in flat.split(size):
+        yield byte_view(host[: piece.numel()].copy_(piece))
 
 
 def byte_view(flat: Tensor) -> memoryview:
@@ -106,14 +118,11 @@ def write_into(buffer: Tensor, plan: Plan, tensors: Mapping[str, Tensor]) -> Non
             )
 
 
-def chunks(plan: Plan, tensors: Mapping[str, Tensor], size: int) -> Iterator[memoryview]:
-    """The encoded bytes in order, in pieces of at most ``size``, without ever holding more than one tensor's copy."""
+def chunks(plan: Plan, tensors: Mapping[str, Tensor], size: int = _HOST_PIECE) -> Iterator[memoryview]:
+    """The encoded bytes in order, in pieces of at most ``size``; use each before asking for the next."""
     yield memoryview(plan.header)
     for name, _, _ in plan.entries:
-        data = raw(tensors[name])
-        view = byte_view(data)
-        for first in range(0, len(view), size):
-            yield view[first : first + size]
+        yield from host_pieces(tensors[name], size)
 
 
 def as_buffer(data: Any) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .codec import Plan, as_buffer, byte_view, encode_plan, parse_header, seal, unseal, views
+from .codec import Plan, as_buffer, encode_plan, host_pieces, parse_header, seal, unseal, views
 from .errors import CorruptPayloadError, TruncatedPayloadError
 from .payload import LoRAPayload
 
@@ -135,7 +135,7 @@ class Incoming:
         self.staging = (
             (pool or BufferPool(0)).take(size) if on_host else torch.empty(size, dtype=torch.uint8, device=self.device)
         )
-        self._place, self._entry = 0, 0
+        self._place, self._hashed, self._entry = 0, 0, 0
         self._hasher = xxhash.xxh3_128()
         self._digests: dict[str, str] = {}
 
@@ -151,8 +151,8 @@ class Incoming:
             raise CorruptPayloadError(f"{self._origin}: {size - self.missing} bytes too many; send it again.")
         target = self.staging[self._place : self._place + size]
         target.copy_(piece)
-        if self._check:
-            self._hash(target.cpu() if self.device.type != "cpu" else target)
+        for data in host_pieces(target) if self._check else ():
+            self._hash(data)
         self._place += size
 
     def finish(self) -> Message:
@@ -166,9 +166,9 @@ class Incoming:
             tensors, self._meta, check=self._check, digests=self._digests if self._check else None, origin=self._origin
         )
 
-    def _hash(self, host: Tensor) -> None:
+    def _hash(self, data: memoryview) -> None:
         """Hash per tensor while the bytes are in the cache; tensors lie back to back in entry order."""
-        data, place, done = byte_view(host), self._place, 0
+        place, done = self._hashed, 0
         while done < len(data):
             entry = self._entries[self._entry]
             take = min(entry.last - place, len(data) - done)
@@ -177,6 +177,7 @@ class Incoming:
             done, place = done + take, place + take
             if place == entry.last:
                 self._next_entry()
+        self._hashed = place
 
     def _next_entry(self) -> None:
         self._digests[self._entries[self._entry].name] = self._hasher.hexdigest()

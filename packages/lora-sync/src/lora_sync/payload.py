@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .codec import Plan, as_buffer, byte_view, chunks, decode, encode_plan, raw, seal, unseal, write_into
+from .codec import Plan, as_buffer, chunks, decode, encode_plan, host_pieces, seal, unseal, write_into
 from .errors import CorruptPayloadError, PayloadError
 
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -228,7 +228,10 @@ def modules_of(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 def tensor_digest(tensor: Tensor) -> str:
     """XXH3-128 of the tensor's bytes, 32 hex digits."""
-    return xxhash.xxh3_128_hexdigest(byte_view(raw(tensor)))
+    hasher = xxhash.xxh3_128()
+    for piece in host_pieces(tensor):
+        hasher.update(piece)
+    return hasher.hexdigest()
 
 
 def content_hash(
@@ -253,7 +256,7 @@ def write_atomically(target: Path, plan: Plan, tensors: Mapping[str, Tensor]) ->
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with open(scratch, "wb") as file:
-            for piece in chunks(plan, tensors, 1 << 24):
+            for piece in chunks(plan, tensors):
                 file.write(piece)
             file.flush()
             os.fsync(file.fileno())
