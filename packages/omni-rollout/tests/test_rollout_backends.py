@@ -244,6 +244,8 @@ def test_knobs_of_each_request_are_honoured_in_one_batch(replica, embedded, draw
 def test_bad_requests_are_refused_and_harm_nobody(replica, draw, requests, runner):
     with pytest.raises(RolloutConfigError, match="adapter='nobody'"):
         draw(replica, [requests[0].replace(adapter="nobody")])
+    with pytest.raises(RolloutConfigError, match="tokens.*never cropped"):
+        draw(replica, [requests[0].replace(max_sequence_length=8)])
     assert draw(replica, requests[:1])[0].stop_reason == "completed"
 
 

@@ -112,6 +112,8 @@ class DiffusersBackend:
 
         Compatible requests are batched in order, so equal calls give bitwise equal outputs.
         """
+        from model_specs.errors import SpecError
+
         outputs: list[DiffusionOutput | None] = [None] * len(requests)
         with self.lifecycle.generating(len(requests)):
             ids = {request.request_id for request in requests}
@@ -122,6 +124,8 @@ class DiffusersBackend:
                     batch = [requests[position] for position in positions]
                     for position, output in zip(positions, self._generate_batch(batch), strict=True):
                         outputs[position] = output
+            except SpecError as error:  # a size or a prompt that this architecture does not take
+                raise RolloutConfigError(str(error)) from error
             finally:
                 with self._abort_lock:
                     self._running -= ids

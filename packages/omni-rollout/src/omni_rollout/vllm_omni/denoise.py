@@ -315,16 +315,6 @@ class StepwiseMixin(RolloutMixin):
         return output if batch is None else self._attach(output, batch.result(0, self.policy_version))
 
 
-def check_tokens(tokenizer: Any, text: str, limit: int) -> None:
-    """Raise `RolloutConfigError` for a prompt that the engine would crop in silence."""
-    count = len(tokenizer(text).input_ids)
-    if count > limit:
-        raise RolloutConfigError(
-            f"the prompt {text!r} has {count} tokens, max_sequence_length is {limit}: shorten it or raise the limit "
-            "(prompts are never cropped here)."
-        )
-
-
 def stack_padded(rows: Sequence[Tensor]) -> Tensor:
     """[1, S_i, …] rows to [B, S, …], zeros at the right."""
     return torch.nn.utils.rnn.pad_sequence([row[0] for row in rows], batch_first=True)

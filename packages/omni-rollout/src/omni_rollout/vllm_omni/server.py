@@ -29,6 +29,7 @@ from ..types import DiffusionOutput, GenerationRequest, aborted
 from .pipelines import entry_for, pipeline_for
 from .rpc import checked
 from .shared import buckets, write_bucket
+from .tokens import Prompts
 
 if TYPE_CHECKING:
     from lora_sync import LoRAPayload, LoRAReceipt
@@ -82,7 +83,7 @@ class vLLMOmniHttpServer:
         self._seconds = {"start": 0.0, "generate": 0.0, "sync": 0.0}
         self._stream = ExitStack()
         self._sent = 0
-        self._tokenizer: Any = None
+        self._prompts = Prompts(model_config.path, self.entry)
         self._busy_since = 0.0
         self._serving: asyncio.Future[None] | None = None
 
@@ -175,25 +176,12 @@ class vLLMOmniHttpServer:
         """Tokens in, picture out. `sampling_params` are the other fields of `GenerationRequest` (uid, index, seed, …)."""
         if image_data or video_data:
             raise RolloutConfigError("image_data and video_data are for editing models, which are not served here yet.")
-        negative = None if negative_prompt_ids is None else self._text(negative_prompt_ids)
+        negative = None if negative_prompt_ids is None else self._prompts.text(negative_prompt_ids)
         fields = {"uid": request_id, "index": 0, "negative_prompt": negative, **sampling_params}
         request = GenerationRequest(
-            request_id=request_id, prompt=self._text(prompt_ids), prompt_ids=tuple(prompt_ids), **fields
+            request_id=request_id, prompt=self._prompts.text(prompt_ids), prompt_ids=tuple(prompt_ids), **fields
         )
         return await self.generate_one(request, priority=priority)
-
-    def _text(self, ids: list[int]) -> str:
-        """The prompt behind token ids. Pipelines have several tokenizers, so text is what they share."""
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(self.model_config.path, subfolder="tokenizer")
-        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        again = self._tokenizer(text, add_special_tokens=False).input_ids
-        special = set(self._tokenizer.all_special_ids)
-        if again != [token for token in ids if token not in special]:
-            raise RolloutConfigError(f"prompt_ids {ids!r} are no encoding of a text ({text!r} gives {again!r}).")
-        return text
 
     async def generate_sequences(self, requests: Sequence[GenerationRequest]) -> list[DiffusionOutput]:
         """One output per request, in order; the engine batches them itself."""
@@ -203,6 +191,9 @@ class vLLMOmniHttpServer:
         """One sample."""
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
+        for text in (request.prompt, request.negative_prompt if request.uses_cfg else None):
+            if text is not None:
+                self._prompts.check(text, request.max_sequence_length)
         params = OmniDiffusionSamplingParams(**self._params(request))
         prompt = {"prompt": request.prompt}
         if request.uses_cfg:

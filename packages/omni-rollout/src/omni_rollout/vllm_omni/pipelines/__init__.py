@@ -19,6 +19,9 @@ class PipelineEntry:
         whole: class that runs a request from start to end, below this package.
         stepwise: class for `step_execution`, where the engine offers it.
         cfg_is_guidance: the engine calls true classifier-free guidance `guidance_scale` for this model.
+        counted_by: subfolder of the tokenizer that decides whether a prompt is too long.
+        chat: whether the prompt is put into that tokenizer's chat template first.
+        extra_tokens: tokens of a fixed template that count as well.
         linear_sigmas: hand the engine the grid before shifting (1 … 1/K), where its own is not diffusers' any more.
         guidance_offset: added to it: Z-Image counts from 0, where the others count from 1.
     """
@@ -28,16 +31,24 @@ class PipelineEntry:
     cfg_is_guidance: bool = True
     guidance_offset: float = 0.0
     linear_sigmas: bool = False
+    counted_by: str = "tokenizer"
+    chat: bool = False
+    extra_tokens: int = 0
 
 
 PIPELINES = {
     "QwenImagePipeline": PipelineEntry(
-        "qwen_image.QwenImageRolloutPipeline", "qwen_image.QwenImageStepwisePipeline", cfg_is_guidance=False
+        "qwen_image.QwenImageRolloutPipeline",
+        "qwen_image.QwenImageStepwisePipeline",
+        cfg_is_guidance=False,
+        extra_tokens=5,
     ),
-    "StableDiffusion3Pipeline": PipelineEntry("sd3.SD3RolloutPipeline"),
-    "ZImagePipeline": PipelineEntry("z_image.ZImageRolloutPipeline", guidance_offset=-1.0, linear_sigmas=True),
+    "StableDiffusion3Pipeline": PipelineEntry("sd3.SD3RolloutPipeline", counted_by="tokenizer_3"),
+    "ZImagePipeline": PipelineEntry(
+        "z_image.ZImageRolloutPipeline", guidance_offset=-1.0, linear_sigmas=True, chat=True
+    ),
     "WanPipeline": PipelineEntry("wan.WanRolloutPipeline"),
-    "FluxPipeline": PipelineEntry("flux.FluxRolloutPipeline", cfg_is_guidance=False),
+    "FluxPipeline": PipelineEntry("flux.FluxRolloutPipeline", cfg_is_guidance=False, counted_by="tokenizer_2"),
 }
 
 

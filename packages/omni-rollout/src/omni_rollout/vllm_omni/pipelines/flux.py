@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from vllm_omni.diffusion.models.flux.pipeline_flux import FluxPipeline
 
-from ..denoise import RolloutMixin, check_tokens, stack_padded
+from ..denoise import RolloutMixin, stack_padded
 from ..lora_request import TensorLoRAMixin
 
 
@@ -39,12 +39,8 @@ class FluxRolloutPipeline(RolloutMixin, TensorLoRAMixin, FluxPipeline):
         if self._batch is None or prompt_embeds is not None:
             return super().encode_prompt(prompt, prompt_2, num_images_per_prompt, prompt_embeds, **kwargs)
         one = super().encode_prompt
-
-        def alone(text: str) -> tuple[Tensor, Tensor, Tensor]:
-            check_tokens(self.tokenizer_2, text, kwargs["max_sequence_length"])
-            return one([text], None, 1, **{**kwargs, "pooled_prompt_embeds": None})
-
-        rows = self.encode_each(prompt, kwargs["max_sequence_length"], alone)
+        options = {**kwargs, "pooled_prompt_embeds": None}
+        rows = self.encode_each(prompt, kwargs["max_sequence_length"], lambda text: one([text], None, 1, **options))
         embeds, pooled = (stack_padded([row[part] for row in rows]) for part in (0, 1))
         self.remember(embeds, pooled=pooled)
         return embeds, pooled, rows[0][2]

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from vllm_omni.diffusion.models.sd3.pipeline_sd3 import StableDiffusion3Pipeline
 
-from ..denoise import RolloutMixin, check_tokens, stack_padded
+from ..denoise import RolloutMixin, stack_padded
 from ..lora_request import TensorLoRAMixin
 
 
@@ -23,12 +23,8 @@ class SD3RolloutPipeline(RolloutMixin, TensorLoRAMixin, StableDiffusion3Pipeline
         if self._batch is None or prompt_embeds is not None:
             return super().encode_prompt(prompt, prompt_2, prompt_3, prompt_embeds, **kwargs)
         one = super().encode_prompt
-
-        def alone(text: str) -> tuple[Tensor, Tensor]:
-            check_tokens(self.tokenizer_3, text, kwargs["max_sequence_length"])
-            return one([text], "", "", **{**kwargs, "pooled_prompt_embeds": None})
-
-        rows = self.encode_each(prompt, kwargs["max_sequence_length"], alone)
+        options = {**kwargs, "pooled_prompt_embeds": None}
+        rows = self.encode_each(prompt, kwargs["max_sequence_length"], lambda text: one([text], "", "", **options))
         embeds, pooled = (stack_padded([row[part] for row in rows]) for part in (0, 1))
         self.remember(embeds, pooled=pooled)
         return embeds, pooled

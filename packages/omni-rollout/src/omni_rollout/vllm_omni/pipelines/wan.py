@@ -17,7 +17,7 @@ from sde_samplers import from_diffusers
 from torch import Tensor
 from vllm_omni.diffusion.models.wan2_2.pipeline_wan2_2 import Wan22Pipeline
 
-from ..denoise import RolloutMixin, check_tokens, stack_padded
+from ..denoise import RolloutMixin, stack_padded
 from ..lora_request import TensorLoRAMixin
 
 
@@ -73,7 +73,6 @@ class WanRolloutPipeline(RolloutMixin, TensorLoRAMixin, Wan22Pipeline):
             )
 
         def alone(text: str) -> tuple[Tensor]:
-            check_tokens(self.tokenizer, self._prompt_clean(text), max_sequence_length)
             return (one([text], None, False, 1, max_sequence_length, device, dtype)[0],)
 
         def batch_of(texts: list[str]) -> Tensor:

@@ -20,7 +20,7 @@ from vllm_omni.diffusion.models.z_image.z_image_transformer import ZImageTransfo
 from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch, split_diffusion_output_by_request
 
-from ..denoise import RolloutMixin, check_tokens
+from ..denoise import RolloutMixin
 from ..lora_request import TensorLoRAMixin
 
 
@@ -92,9 +92,6 @@ class ZImageRolloutPipeline(RolloutMixin, TensorLoRAMixin, ZImagePipeline):
         one = super()._encode_prompt
 
         def alone(text: str) -> tuple[Tensor]:
-            chat = [{"role": "user", "content": text}]
-            options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": True}
-            check_tokens(self.tokenizer, self.tokenizer.apply_chat_template(chat, **options), max_sequence_length)
             return (one([text], device, None, max_sequence_length)[0],)
 
         rows = [row[0] for row in self.encode_each(prompt, max_sequence_length, alone)]
