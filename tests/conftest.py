@@ -72,7 +72,7 @@ class Program:
         self.watch()
         self.process.send_signal(number)
 
-    def wait(self, timeout=240, grace=10):
+    def wait(self, timeout=240):
         deadline = time.monotonic() + timeout
         out, err = "", ""
         while True:
@@ -84,7 +84,7 @@ class Program:
                 if time.monotonic() > deadline:
                     self.process.send_signal(signal.SIGKILL)
                     raise
-        _, alive = psutil.wait_procs(self.seen, timeout=grace)
+        _, alive = psutil.wait_procs(self.seen, timeout=10)
         return Finished(self.process.returncode, out, err, time.monotonic() - self.start, [str(p) for p in alive])
 
 
