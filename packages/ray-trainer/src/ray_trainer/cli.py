@@ -28,7 +28,7 @@ class App:
 
 
 MAIN_KEYS = """\
-  trainer.total_steps=120          length of the run            rollout.n=16              samples per prompt
+  trainer.total_steps=100          length of the run            rollout.n=16              samples per prompt
   trainer.run_dir=FOLDER           where everything is written  data.prompts_per_step=6   prompts per step
   trainer.on_existing=resume       or delete, or raise          actor.optim.lr=1e-3       learning rate
   trainer.seed=0                   of everything random         model.lora_rank=16        size of the adapter

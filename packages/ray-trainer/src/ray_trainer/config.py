@@ -83,9 +83,9 @@ class AlgorithmConfig:
 class LoopConfig:
     """The loop: how long, how often, where."""
 
-    total_steps: int = 120
+    total_steps: int = 100
     val_before_train: bool = True
-    val_every: int = 40
+    val_every: int = 50
     save_every: int = 20
     keep_checkpoints: int = 2
     run_dir: str = ""
