@@ -59,6 +59,10 @@ BAD = {
     "too many prompts": (["data.prompts_per_step=97"], "must lie between 1 and the 96 prompts"),
     "reward": (["reward.name=shape"], "shapes"),
     "reward option": (["reward.options={strict_wait: 1}"], "do not fit"),
+    "loss of another program": (["actor.diffusion_loss.loss_mode=dpo"], "is none of flowgrpo's"),
+    "unknown loss": (["actor.diffusion_loss.loss_mode=flow_gpro"], "flow_grpo"),
+    "backend that is not connected": (["rollout.backend=vllm_omni"], "not connected to the loop yet"),
+    "full fine-tuning": (["model.lora_rank=0"], "the loop trains a LoRA"),
     "filled in": (["actor.model_config.path=x"], "set model.* instead"),
 }
 

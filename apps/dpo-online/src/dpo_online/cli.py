@@ -24,6 +24,7 @@ APP = App(
     summary="forward-process RL for diffusion models (online Diffusion-DPO)",
     recipes=Path(str(files("dpo_online") / "recipes")),
     default="tiny_dpo",
+    losses=("dpo",),
     train=_train,
 )
 

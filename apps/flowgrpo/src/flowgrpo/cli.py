@@ -24,6 +24,7 @@ APP = App(
     summary="policy-gradient RL for diffusion models (FlowGRPO and its family)",
     recipes=Path(str(files("flowgrpo") / "recipes")),
     default="tiny_flow_grpo",
+    losses=("flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard", "flow_dppo", "gspo"),
     train=_train,
 )
 

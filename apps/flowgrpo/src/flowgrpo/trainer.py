@@ -32,7 +32,8 @@ class RayFlowGRPOTrainer(RayDiffusionTrainer):
         The rollout's own numbers serve when sampler and trainer are one function; their difference is logged at every step
         as `actor/rollout_log_prob_diff_max`. Otherwise the trainer scores the trajectory again.
         """
-        if self.config.algorithm.old_log_probs == "rollout":
+        needs_means = self.config.actor.diffusion_loss.needs_old_means
+        if self.config.algorithm.old_log_probs == "rollout" and not needs_means:
             batch["old_log_probs"] = batch["rollout_log_probs"]
             return batch
         scored = self.workers.run_batch("compute_log_prob", batch)

@@ -17,13 +17,15 @@ from ray_trainer.validate import validate_config
 class App:
     """What a program adds to the shared command line.
 
-    `recipes` is its folder of YAML files, `default` the recipe that runs without arguments, `train` runs a checked config.
+    `recipes` is its folder of YAML files, `default` the recipe that runs without arguments, `losses` the loss modes that it can
+    train with, `train` runs a checked config.
     """
 
     name: str
     summary: str
     recipes: Path
     default: str
+    losses: tuple[str, ...]
     train: Callable[[RunConfig], int]
 
 
@@ -83,6 +85,11 @@ def run(app: App, argv: list[str] | None = None) -> int:
         if config is None:
             print(help_text(app), end="")
             return 0
+        mode = config.actor.diffusion_loss.loss_mode
+        if mode not in app.losses:
+            raise TrainerError(
+                f"actor.diffusion_loss.loss_mode={mode!r} is none of {app.name}'s: {', '.join(app.losses)}"
+            )
         plan = validate_config(config)
         if dry_run:
             print(to_yaml(config) + "".join(f"# {line}\n" for line in plan), end="")

@@ -83,6 +83,19 @@ def validate_config(config: RunConfig) -> list[str]:
         config.reward.policy in ("required", "skip", "value"),
         f"reward.policy={config.reward.policy!r} must be required, skip or value",
     )
+    # What other parts can do and the loop cannot yet: refused, never ignored.
+    _require(
+        r.backend == "diffusers",
+        f"rollout.backend={r.backend!r} is not connected to the loop yet; use diffusers (the engine runs alone in omni-rollout)",
+    )
+    _require(
+        r.num_replicas == 1,
+        f"rollout.num_replicas={r.num_replicas} needs engines of their own; the diffusers backend has 1",
+    )
+    _require(
+        config.model.lora_rank >= 1,
+        f"model.lora_rank={config.model.lora_rank}: the loop trains a LoRA; full fine-tuning is in fsdp-diffusers-engine so far",
+    )
     for key, value in (
         ("trainer.total_steps", t.total_steps),
         ("trainer.num_workers", t.num_workers),
