@@ -12,7 +12,8 @@ from pathlib import Path
 
 def verdict(report: Path) -> tuple[int, str]:
     """(exit code, sentence) for a pytest report in JUnit form."""
-    cases = [case for case in ElementTree.parse(report).iter("testcase") if "vllm" in case.get("classname", "") + case.get("name", "")]
+    every = ElementTree.parse(report).iter("testcase")
+    cases = [case for case in every if "vllm" in case.get("classname", "") + case.get("name", "")]
     skipped = [case.get("name", "?") for case in cases if case.find("skipped") is not None]
     if not cases:
         return 1, "no test of the vLLM-Omni engine ran; is the `vllm` extra installed?"
