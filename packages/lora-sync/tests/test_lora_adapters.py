@@ -53,7 +53,7 @@ def test_ema_follows_a_float64_reference_over_1000_steps():
         policy.ema_update_adapter("default", "old", decay)
         for value, source in zip(reference, sources, strict=True):
             value.mul_(decay).add_(source.detach().double(), alpha=1 - decay)
-    worst = max(float((t.double() - v).abs().max()) for t, v in zip(targets, reference, strict=True))
+    worst = max(float((t.detach().double() - v).abs().max()) for t, v in zip(targets, reference, strict=True))
     largest = max(float(v.abs().max()) for v in reference)
     assert 0 < worst < 4 * torch.finfo(torch.float32).eps * largest, (worst, largest)
 

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 import torch
-from lora_sync import ExportError, PayloadError, export, extract_lora, get_map, load_any
+from lora_sync import ExportError, PayloadError, export, extract_lora, get_map, guess_map, load_any, to_vllm
 from lora_sync.comfy import folded, to_comfy
 from lora_sync.payload import LoRAPayload
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -189,6 +189,62 @@ def test_a_lora_trained_on_the_fused_layer_is_split_by_rows(tmp_path):
     wanted = 0.5 * (up.double() @ down.double())
     found = torch.cat([effect(payload)[f"layers.0.attention.to_{x}"] for x in "qkv"])
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_two_experts_are_written_and_loaded_one_by_one(tools, tmp_path):
+    """Wan2.2: one adapter over both transformers in training, two LoRAs everywhere else."""
+    tiny = tools.tiny["wan"]
+
+    def pipeline(experts):
+        pipe = tiny.pipeline(experts.transformer)
+        pipe.register_modules(transformer_2=experts.transformer_2)
+        pipe.register_to_config(boundary_ratio=0.9)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    def pair():
+        module = torch.nn.Module()
+        module.transformer, module.transformer_2 = tools.base("wan", 0), tools.base("wan", 1)
+        return module.eval()
+
+    ours = pair()
+    inject_adapter_in_model(LoraConfig(r=4, lora_alpha=6, target_modules=["to_q", "to_out.0", "ffn.net.2"]), ours)
+    tools.randomise(ours)
+    payload = extract_lora(ours, version=3)
+    picture = tiny.picture(pipeline(ours))
+    export(payload, "diffusers", tmp_path / "d", architecture="wan")
+    assert load_any(tmp_path / "d")[0].hash == payload.hash
+    theirs = pair()
+    pipe = pipeline(theirs)
+    for steps, same in ((0, False), (1, False), (2, True)):
+        if steps == 1:
+            pipe.load_lora_weights(str(tmp_path / "d"))
+        if steps == 2:
+            pipe.load_lora_weights(str(tmp_path / "d" / "transformer_2"), load_into_transformer_2=True)
+        assert ((tiny.picture(pipe) - picture).abs().max() < 2e-6) == same
+    file = export(payload, "comfy", tmp_path / "c.safetensors", architecture="wan")
+    assert {f.name for f in tmp_path.glob("c*")} == {"c.high_noise.safetensors", "c.low_noise.safetensors"}
+    assert file.name == "c.high_noise.safetensors"
+    keys = set(to_vllm(payload, "wan"))
+    assert "transformer_2.blocks.1.ffn.net_2.lora_A.weight" in keys
+    assert len(keys) == len(payload.tensors)
+    assert guess_map(payload.modules).name == "wan"
+    export(payload, "peft", tmp_path / "p")
+    assert load_any(tmp_path / "p")[0].hash == payload.hash
+
+
+def test_layers_that_stock_diffusers_drops_are_marked(tmp_path):
+    """FLUX's embedders in a ComfyUI file: when this fails, diffusers learned to read them, and `stock` can go."""
+    from diffusers import FluxPipeline
+
+    for rule in get_map("flux").rules:
+        if rule.stock or "modulation" in rule.comfy:
+            continue
+        name = rule.neutral
+        tensors = {name + ".lora_A.weight": torch.ones(1, 8), name + ".lora_B.weight": torch.ones(8, 1)}
+        file = export(LoRAPayload.build(tensors, alphas=1.0, version=1), "comfy", tmp_path / "x", architecture="flux")
+        assert not any(key.startswith("transformer.") for key in FluxPipeline.lora_state_dict(str(file))), name
+        assert load_any(file)[0].modules == (name,)
 
 
 def test_unequal_ranks_and_alphas_survive(tools, tmp_path):

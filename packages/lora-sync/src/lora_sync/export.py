@@ -1,7 +1,8 @@
 """Write an adapter for other tools, read it back, and compare, in one call.
 
 - ``"diffusers"``: a folder that ``pipeline.load_lora_weights(folder)`` loads. Alpha goes into the metadata that diffusers
-  itself writes and reads, so no value changes.
+  itself writes and reads, so no value changes. Wan2.2's second expert gets the subfolder ``transformer_2``, for
+  ``pipeline.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)``.
 - ``"peft"``: a folder for ``PeftModel.from_pretrained``, vLLM and vLLM-Omni (``adapter_config.json`` beside the tensors).
 - ``"comfy"``: one file in ComfyUI's names (``lora_down``/``lora_up``/``alpha``); see `lora_sync.comfy`.
 """
@@ -20,6 +21,7 @@ from torch import Tensor
 from .codec import META_KEY, decode, encode_plan, seal, unseal
 from .comfy import folded, from_comfy, is_comfy, to_comfy
 from .errors import CorruptPayloadError, ExportError, NameMapError, PayloadError
+from .experts import EXPERTS, join_experts, split_experts
 from .payload import LoRAPayload, modules_of, write_atomically
 
 FORMATS = ("diffusers", "peft", "comfy")
@@ -50,6 +52,9 @@ def export(
     Raises ``ExportError`` when what was read is not what was given, ``NameMapError`` for layers without a rule.
     """
     target = Path(path)
+    experts = split_experts(payload)
+    if "" not in experts and format in ("diffusers", "comfy"):
+        return _export_experts(experts, format, target, architecture, verify)
     note = {"kind": "export", "format": format, "architecture": architecture, "version": payload.version}
     note |= {"hash": payload.hash, "base_fingerprint": payload.base_fingerprint}
     if format == "diffusers":
@@ -76,6 +81,21 @@ def export(
     return file
 
 
+def _export_experts(
+    experts: Mapping[str, LoRAPayload], format: str, target: Path, architecture: str, verify: bool
+) -> Path:
+    """One LoRA per expert: ``transformer_2`` into a subfolder (diffusers) or a second file (ComfyUI)."""
+    files = []
+    for expert, part in experts.items():
+        second = expert == EXPERTS[1]
+        if format == "diffusers":
+            place = target / EXPERTS[1] if second else target
+        else:
+            place = target.with_name(f"{target.name.removesuffix('.safetensors')}.{'low' if second else 'high'}_noise")
+        files.append(export(part, format, place, architecture=architecture, verify=verify))
+    return files[0]
+
+
 def lora_config(payload: LoRAPayload) -> dict[str, Any]:
     """r, alpha, targets and per-module exceptions in PEFT's terms."""
     ranks = {name: payload.rank_of(name) for name in payload.modules}
@@ -95,6 +115,12 @@ def load_any(path: str | os.PathLike[str], *, architecture: str | None = None) -
     LoRA tensors and ``NameMapError`` for keys that no rule knows: nothing is left out in silence.
     """
     source = Path(path)
+    if (source / EXPERTS[1] / DIFFUSERS_FILE).is_file():
+        folders = {EXPERTS[0]: source, EXPERTS[1]: source / EXPERTS[1]}
+        present = {
+            name: folder / DIFFUSERS_FILE for name, folder in folders.items() if (folder / DIFFUSERS_FILE).is_file()
+        }
+        return join_experts({name: load_any(file)[0] for name, file in present.items()}), "diffusers"
     file, config = _find(source)
     tensors, metadata = decode(bytearray(file.read_bytes()), str(file))
     note = unseal(metadata, str(file)) if META_KEY in metadata else {}

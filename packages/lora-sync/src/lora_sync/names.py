@@ -167,9 +167,10 @@ def get_map(name: str) -> NameMap:
 
 def guess_map(modules: Iterable[str]) -> NameMap:
     """The map whose rules know every given neutral module; raises ``NameMapError`` for none. Ties go to the first."""
+    from .experts import expert_of
     from .maps import MAPS
 
-    names = list(modules)
+    names = [expert_of(name)[1] for name in modules]
     for entry in MAPS:
         if all(any(rule.matcher.fullmatch(name) for rule in entry.rules) for name in names):
             return entry

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .experts import split_experts
 from .fuse import Piece, fuse
 from .names import get_map
 from .payload import A, B, LoRAPayload
@@ -17,10 +18,17 @@ from .payload import A, B, LoRAPayload
 def to_vllm(payload: LoRAPayload, architecture: str) -> dict[str, Tensor]:
     """``<engine layer>.lora_A.weight`` / ``.lora_B.weight`` for every layer, to be applied with scale 1.
 
-    The names are relative to the transformer; vLLM's loader wants ``base_model.model.transformer.`` in front. Raises
-    ``NameMapError`` for layers without a rule or without a place in the engine.
+    The names are relative to the transformer; vLLM's loader wants ``base_model.model.transformer.`` in front. Those of
+    Wan2.2's experts keep their ``transformer.`` or ``transformer_2.``. Raises ``NameMapError`` for layers without a rule or
+    without a place in the engine.
     """
-    names = get_map(architecture)
+    names, experts = get_map(architecture), split_experts(payload)
+    if "" not in experts:
+        return {
+            f"{expert}.{key}": tensor
+            for expert, part in experts.items()
+            for key, tensor in to_vllm(part, architecture).items()
+        }
     out: dict[str, Tensor] = {}
     fused: dict[str, tuple[int, dict[int, Piece]]] = {}
     for module in payload.modules:
