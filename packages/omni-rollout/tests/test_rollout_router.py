@@ -98,10 +98,46 @@ def test_a_dead_replica_is_replaced_and_its_requests_finish(arithmetic_backend, 
     assert fresh.calls  # it works again
 
 
+def test_a_restart_that_ended_with_its_event_loop_is_taken_up_again(arithmetic_backend, make_request):
+    backends = [arithmetic_backend("a"), arithmetic_backend("b")]
+    backends[0].errors = [ConnectionError("process gone")]
+    starts = []
+
+    async def restart(place):
+        starts.append(place)
+        await asyncio.sleep(0.05)
+        return replica(arithmetic_backend("c"))
+
+    router = Router([replica(b) for b in backends], restart=restart)
+    asyncio.run(all_of(router, [make_request(i) for i in range(8)]))  # ends while the replica is being started
+    assert router.metrics()["rollout/replicas_alive"] == 1
+
+    async def later():
+        await router.generate(make_request(50))
+        await asyncio.sleep(0.1)
+
+    asyncio.run(later())
+    assert starts == [0, 0]
+    assert router.metrics()["rollout/replicas_alive"] == 2
+
+
+def test_a_replica_that_cannot_be_started_is_given_up(arithmetic_backend, make_request):
+    backend = arithmetic_backend("a")
+    backend.errors = [ConnectionError("gone")] * 9
+
+    async def restart(place):
+        raise OSError("no such machine")
+
+    router = Router([replica(backend)], RouterConfig(max_retries=1), restart=restart)
+    with pytest.raises(ReplicaDeadError, match="no replica is left.*OSError: no such machine"):
+        asyncio.run(router.generate(make_request()))
+    assert router.counts["restart_failures"] == 2
+
+
 def test_a_hanging_replica_costs_one_deadline(arithmetic_backend, make_request):
     backends = [arithmetic_backend("a"), arithmetic_backend("b")]
-    backends[0].hang = 0.6
-    router = Router([replica(b) for b in backends], RouterConfig(request_timeout_s=0.15))
+    backends[0].hang = 4.0
+    router = Router([replica(b) for b in backends], RouterConfig(request_timeout_s=1.0))
     requests = [make_request(i) for i in range(8)]
 
     async def run():
@@ -110,8 +146,9 @@ def test_a_hanging_replica_costs_one_deadline(arithmetic_backend, make_request):
 
     outputs, seconds = asyncio.run(run())
     assert_right(outputs, requests, arithmetic_backend)
-    assert seconds < 0.5
+    assert seconds < 3.5
     assert router.metrics()["rollout/timeouts"] == 4
+    backends[0].hang = 0.0
     assert router.metrics()["rollout/replicas_alive"] == 1
 
 
@@ -119,7 +156,7 @@ def test_failures_are_typed_and_final(arithmetic_backend, make_request):
     slow = arithmetic_backend("slow")
     slow.hang = 0.2
     router = Router([replica(slow)], RouterConfig(request_timeout_s=0.02, max_retries=1))
-    with pytest.raises(DeadlineError, match="'r0' got no answer in"):
+    with pytest.raises(DeadlineError, match="'r0~1' got no answer in"):
         asyncio.run(router.generate(make_request()))
     broken = arithmetic_backend("broken")
     broken.errors = [ValueError("shape mismatch")] * 5

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from .config import RouterConfig
@@ -43,6 +44,7 @@ class Router:
         self._home: dict[str, int] = {}
         self._group: Counter[str] = Counter()
         self._restarts: dict[int, asyncio.Task[None]] = {}
+        self._lost: set[int] = set()
         self.last_restart_error = ""
         self._open = True
         self._waiters: list[asyncio.Future[None]] = []
@@ -53,11 +55,15 @@ class Router:
         Raises `DeadlineError` or the last `ReplicaError` once all attempts failed; `RolloutConfigError` at once.
         """
         self._group[request.uid] += 1
+        self._revive()
         try:
             failure: RolloutError | None = None
+            name = request.request_id
             for attempt in range(self.config.max_retries + 1):
                 if attempt:
                     self.counts["retried"] += 1
+                    # A name of its own: the last attempt may still be cancelled somewhere under its old one.
+                    request = request.replace(request_id=f"{name}~{attempt}")
                 place = await self._place(request.uid)
                 try:
                     output = await self._attempt(place, request)
@@ -156,14 +162,28 @@ class Router:
             return  # the last one: slow is better than nobody
         self._alive[place] = False
         self._home = {uid: home for uid, home in self._home.items() if home != place}
-        if self._restart is not None:
-            task = asyncio.ensure_future(self._bring_back(place))
-            self._restarts[place] = task
-            task.add_done_callback(lambda _: self._came_back(place))
+        self._revive()
         self._wake()
 
-    def _came_back(self, place: int) -> None:
-        self._restarts.pop(place, None)
+    def _revive(self) -> None:
+        """Start every dead replica again that nobody is starting and that has not failed for good.
+
+        Asked for with each request, because a restart is a task of the event loop that saw the death: a driver that runs
+        one loop per step may have ended that loop before the replica was back.
+        """
+        if self._restart is None:
+            return
+        for place, alive in enumerate(self._alive):
+            task = self._restarts.get(place)
+            running = task is not None and not task.done() and task.get_loop() is asyncio.get_running_loop()
+            if not alive and not running and place not in self._lost:
+                task = asyncio.ensure_future(self._bring_back(place))
+                self._restarts[place] = task
+                task.add_done_callback(partial(self._came_back, place))
+
+    def _came_back(self, place: int, task: asyncio.Task[None]) -> None:
+        if self._restarts.get(place) is task:
+            del self._restarts[place]
         self._wake()
 
     async def _bring_back(self, place: int) -> None:
@@ -179,6 +199,7 @@ class Router:
             self._alive[place] = True
             self.counts["restarts"] += 1
             return
+        self._lost.add(place)
 
     def living(self) -> list[Replica]:
         """Replicas that take requests now."""

@@ -7,6 +7,7 @@ lifecycle's rules. Importing this module imports neither vllm nor vllm_omni; `la
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -113,6 +114,9 @@ class vLLMOmniHttpServer:
             raise MissingExtraError(
                 "The vllm_omni backend needs vLLM-Omni: pip install './packages/omni-rollout[vllm]'"
             ) from error
+        # The engine collects garbage again and again while it starts, each time over all that these imports made: set it
+        # aside. A start takes a seventh of the time.
+        gc.freeze()
         keywords: dict[str, Any] = {
             "dtype": self.config.dtype,
             "enforce_eager": settings.enforce_eager,
