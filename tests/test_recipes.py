@@ -58,7 +58,7 @@ BAD = {
     "negative steps": (["trainer.total_steps=0"], "trainer.total_steps=0 must be at least 1"),
     "too many prompts": (["data.prompts_per_step=97"], "must lie between 1 and the 96 prompts"),
     "reward": (["reward.name=shape"], "shapes"),
-    "reward option": (["reward.options={strict_wait: 1}"], "do not fit"),
+    "reward option": (["reward.options={strict_wait: 1}"], "strict_weight"),
     "loss of another program": (["actor.diffusion_loss.loss_mode=dpo"], "is none of flowgrpo's"),
     "unknown loss": (["actor.diffusion_loss.loss_mode=flow_gpro"], "flow_grpo"),
     "backend that is not connected": (["rollout.backend=vllm_omni"], "not connected to the loop yet"),
@@ -82,6 +82,15 @@ def test_a_broken_prompt_line_is_named(tmp_path, capsys):
     prompts.write_text('{"prompt": "ok"}\n{"prompt": }\n')
     assert run(APPS[0], [f"data.train_file={prompts}"]) == 2
     assert "line 2 is not JSON" in capsys.readouterr().err
+
+
+def test_a_prompt_without_a_target_for_its_reward_is_named(tmp_path, capsys):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "two red circles on a white background"}\n{"prompt": "a cat"}\n' * 3)
+    assert run(APPS[0], [f"data.train_file={prompts}"]) == 2
+    error = capsys.readouterr().err
+    assert "prompts.jsonl, line 2" in error
+    assert error.count("\n") == 1
 
 
 def test_parse_refuses_what_it_cannot_read(tmp_path):

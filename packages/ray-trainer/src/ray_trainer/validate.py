@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from pathlib import Path
 
-from ray_trainer.config import RewardConfig, RunConfig, updates_per_step
+from ray_trainer.config import RunConfig, updates_per_step
 from ray_trainer.errors import TrainerError
-from ray_trainer.prompts import PromptSampler, load_prompts, resolve
+from ray_trainer.prompts import Prompt, PromptSampler, load_prompts, resolve
 from ray_trainer.run_dir import check_run_dir
 
 
@@ -33,20 +32,29 @@ def _check_model(location: str) -> str:
     return str(pipeline)
 
 
-def _check_reward(config: RewardConfig) -> None:
-    """The reward's name and the names of its options; the reward itself is made in its workers."""
-    from image_rewards.errors import RewardError
-    from image_rewards.registry import reward_class
+def _check_reward(config: RunConfig, prompts: dict[str, list[Prompt]]) -> None:
+    """The reward's name and options, and that every prompt holds the target which the reward needs.
 
+    The reward made here reads targets only; the ones that score are made in their workers.
+    """
+    from image_rewards import load
+    from image_rewards.errors import RewardError
+    from image_rewards.targets import check_prompts
+
+    name, options = config.reward.name, config.reward.options
     try:
-        kind = reward_class(config.name)
+        reward = load(name, **options)
+        check_prompts(
+            reward,
+            (
+                (f"{file}, {p.uid.replace('line', 'line ')}", p.text, p.metadata)
+                for file, ps in prompts.items()
+                for p in ps
+            ),
+        )
     except RewardError as error:
-        raise TrainerError(f"reward.name={config.name!r}: {error}") from error
-    options = {key: value for key, value in config.options.items() if key != "video"}
-    try:
-        inspect.signature(kind).bind(**options)
-    except TypeError as error:
-        raise TrainerError(f"reward.options={config.options!r} do not fit {config.name!r}: {error}") from error
+        lines = str(error).splitlines()
+        raise TrainerError(f"reward {name!r} with options {options!r}: {' '.join(lines[:2])}") from error
 
 
 def _require(holds: bool, message: str) -> None:
@@ -67,7 +75,7 @@ def validate_config(config: RunConfig) -> list[str]:
     pipeline = _check_model(config.model.path)
     train, val = load_prompts(d.train_file), load_prompts(d.val_file)
     PromptSampler(train, d.prompts_per_step, t.seed)
-    _check_reward(config.reward)
+    _check_reward(config, {d.train_file: train, d.val_file: val})
     _require(
         r.n >= 2, f"rollout.n={r.n} is too small: advantages compare the samples of one prompt, so give at least 2"
     )
