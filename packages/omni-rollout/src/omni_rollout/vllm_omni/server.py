@@ -80,7 +80,7 @@ class vLLMOmniHttpServer:
         self._lora_ids = itertools.count(1)
         self._ids: set[str] = set()
         self._generated = 0
-        self._batches: Counter[int] = Counter()
+        self._sizes: Counter[int] = Counter()  # samples by the size of the batch they were drawn in
         self._seconds = {"start": 0.0, "generate": 0.0, "sync": 0.0}
         self._stream = ExitStack()
         self._sent = 0
@@ -282,7 +282,7 @@ class vLLMOmniHttpServer:
         fields["seed"] = request.seed
         log_probs = fields.pop("log_probs", None)
         self._generated += 1
-        self._batches[int(fields["batch_size"])] += 1
+        self._sizes[int(fields["batch_size"])] += 1
         return DiffusionOutput(_to_tensor(final.images, request), log_probs, "completed", 0, fields).check()
 
     async def _typed(self, error: Exception) -> Exception:
@@ -429,7 +429,7 @@ class vLLMOmniHttpServer:
             life.policy_version,
             life.in_flight,
             self._generated,
-            dict(self._batches),
+            {size: round(samples / size) for size, samples in self._sizes.items()},
             dict(self._seconds),
         )
 
