@@ -102,6 +102,11 @@ def run(app: App, argv: list[str] | None = None) -> int:
     except Interrupted as stop:
         print(f"{app.name}: {stop}", file=sys.stderr)
         return 130
+    except KeyboardInterrupt:
+        print(
+            f"{app.name}: stopped at once; trainer.on_existing=resume goes on from the last checkpoint", file=sys.stderr
+        )
+        return 130
     except TrainingFailed as failure:
         print(f"{app.name}: failed: {failure}", file=sys.stderr)
         return 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -41,7 +42,7 @@ from ray_trainer.run_dir import open_run_dir
 Metrics = dict[str, float]
 
 
-class RayDiffusionTrainer:
+class RayDiffusionTrainer(ABC):
     """Runs a config to its end inside an existing Ray session.
 
     Args:
@@ -61,9 +62,9 @@ class RayDiffusionTrainer:
         """What the algorithm changes about the configured sampling of a training step."""
         return {}
 
+    @abstractmethod
     def prepare_update(self, batch: TensorDict, step: int) -> tuple[TensorDict, Metrics]:
         """From scored samples to the rows that the engine trains on, and metrics of the preparation."""
-        raise NotImplementedError
 
     # ---- the loop --------------------------------------------------------------------------------------------------------
 
@@ -161,9 +162,10 @@ class RayDiffusionTrainer:
             "perf/images_per_s": len(batch) / clock.laps["time/rollout"],
             "perf/max_memory_gb": self.workers.max_memory_gb(),
         }
+        # The row first: a run killed in between resumes from the checkpoint before and writes the row again.
+        self._append(done, metrics)
         if done == loop.total_steps or (loop.save_every and done % loop.save_every == 0):
             self._save(done)
-        self._append(done, metrics)
 
     _warned = False
 
