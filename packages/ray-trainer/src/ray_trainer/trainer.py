@@ -9,6 +9,7 @@ else (validation, checkpoints, resume, failure, report) is here, once.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -261,9 +262,10 @@ class RayDiffusionTrainer(ABC):
         ]
         for change in compare(first, last):
             old, new, gain = change.before, change.after, change.difference
+            errors = f"  ({change.z:+.1f} errors)" if math.isfinite(change.z) else ""
             lines.append(
                 f"  {change.name:<12} {old.mean:.3f} ± {old.stderr:.3f}  →  {new.mean:.3f} ± {new.stderr:.3f}    "
-                f"{gain.mean:+.3f} ± {gain.stderr:.3f}  ({change.z:+.1f} errors)"
+                f"{gain.mean:+.3f} ± {gain.stderr:.3f}{errors}"
             )
         return [*lines, ""]
 
