@@ -33,7 +33,8 @@ def broken_promises(folder: Path) -> list[str]:
     if gap > 1e-6:
         broken.append(f"log-probs of rollout and trainer differ by up to {gap:.1e}")
     print(
-        f"{folder}: strict {strict.before.mean:.3f} -> {strict.after.mean:.3f} ({strict.difference.mean:+.3f}, {strict.z:.1f} errors), "
+        f"{folder}: strict {strict.before.mean:.3f} -> {strict.after.mean:.3f} "
+        f"({strict.difference.mean:+.3f}, {strict.z:.1f} errors), "
         f"clean {clean.after.mean:.3f}, log-prob gap {gap:.1e}: " + ("; ".join(broken) or "every promise kept")
     )
     return broken
@@ -42,4 +43,4 @@ def broken_promises(folder: Path) -> list[str]:
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    sys.exit(1 if any([broken_promises(Path(folder)) for folder in sys.argv[1:]]) else 0)
+    sys.exit(1 if sum(len(broken_promises(Path(folder))) for folder in sys.argv[1:]) else 0)
