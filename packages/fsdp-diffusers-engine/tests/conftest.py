@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ from fsdp_diffusers_engine import (
     FSDPEngineConfig,
     FSDPOptimizerConfig,
     PPODiffusersFSDPEngine,
+    loading,
 )
 from tensordict import TensorDict
 
+DEVICE = os.environ.get("ENGINE_TEST_DEVICE", "cpu")
+"""Where the ranks of ``test_engine_ranks.py`` compute: ``cpu`` or ``cuda``."""
 SIGMAS = (1.0, 0.8, 0.5, 0.0)
 META = {"height": 32, "width": 32, "kind": "flow_sde", "noise_level": 0.7, "micro_batch_size": 2}
 
@@ -69,13 +73,13 @@ def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_engine(path: Path, kind: str = "ppo", full: bool = False, **options: Any) -> Any:
-    """An initialised CPU engine; ``model``, ``engine``, ``optim``, ``checkpoint`` override config fields."""
+    """An initialised engine (on the CPU); ``model``, ``engine``, ``optim``, ``checkpoint`` override config fields."""
     model = {"lora_rank": 0 if full else 4, "lora_alpha": 8, **options.get("model", {})}
     chosen = PPODiffusersFSDPEngine if kind == "ppo" else ForwardProcessDiffusersFSDPEngine
     extra = {"forward_config": options["forward"]} if "forward" in options else {}
     engine = chosen(
         DiffusionModelConfig(path=str(path), **model),
-        FSDPEngineConfig(**{"device": "cpu", **options.get("engine", {})}),
+        FSDPEngineConfig(**{"device": DEVICE, **options.get("engine", {})}),
         FSDPOptimizerConfig(**{"lr": 1e-3, **options.get("optim", {})}),
         CheckpointConfig(**options.get("checkpoint", {})),
         **extra,
@@ -135,6 +139,7 @@ def stir() -> Callable[[Any], None]:
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in engine.trainable.values():
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=draw))
+                pushed = loading.whole(parameter).cpu() + 0.05 * torch.randn(parameter.shape, generator=draw)
+                loading.write_whole(parameter, pushed)
 
     return push

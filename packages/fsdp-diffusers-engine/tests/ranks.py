@@ -2,6 +2,8 @@
 
 A script of its own: it imports once and forks the ranks, so that eight processes cost one import. The parent computes
 nothing (a fork after autograd has started threads is refused by torch). Usage: ``ranks.py OUT QWEN_FOLDER WAN_FOLDER``.
+With ``ENGINE_TEST_DEVICE=cuda`` each rank has a GPU and they talk through NCCL; groups larger than the machine are left
+out, and a rank is a process of its own (``… GROUP RANK``), for CUDA refuses to be forked.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ assert SPEC.loader is not None
 HELP = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(HELP)
 OUT, QWEN, WAN = (Path(p) for p in sys.argv[1:4]) if __name__ == "__main__" else (Path(), Path(), Path())
-DEADLINE_S = 100.0
+CUDA = HELP.DEVICE == "cuda"
+DEADLINE_S = 150.0 if CUDA else 100.0
 SPLITS = {1: {"even": (4,), "uneven": (5,)}, 2: {"even": (2, 2), "uneven": (1, 4)}, 4: {"uneven": (1, 1, 2, 1)}}
 
 
@@ -45,7 +48,7 @@ def stir(engine: Any) -> None:
     draw = torch.Generator().manual_seed(1)
     for parameter in engine.trainable.values():
         push = 0.05 * torch.randn(parameter.shape, generator=draw)
-        loading.write_whole(parameter, loading.whole(parameter) + push)
+        loading.write_whole(parameter, loading.whole(parameter).cpu() + push)
 
 
 def snapshot(engine: Any, metrics: dict[str, float]) -> dict[str, Any]:
@@ -213,33 +216,66 @@ PLAN: list[tuple[int, list[Scenario]]] = [
 ]
 
 
+def on_cpu(found: Any) -> Any:
+    if isinstance(found, dict):
+        return {key: on_cpu(value) for key, value in found.items()}
+    return found.cpu() if isinstance(found, torch.Tensor) else found
+
+
+def join(rank: int, world: int, meeting: Path, timeout_s: float) -> None:
+    store = dist.FileStore(str(meeting), world)
+    backend = "cpu:gloo,cuda:nccl" if CUDA else "gloo"
+    limit = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+
+
 def rank_main(rank: int, world: int, meeting: Path, scenarios: list[Scenario]) -> None:
     torch.set_num_threads(1)
+    if CUDA:
+        if torch.cuda.device_count() < world:
+            return
+        os.environ["LOCAL_RANK"] = str(rank)
+        torch.cuda.set_device(rank)
+        torch.backends.cudnn.allow_tf32 = False
+        # A rank that waits in an NCCL kernel learns of another's failure from the launcher, not from the engine.
+        scenarios = [scenario for scenario in scenarios if scenario is not failing]
     if world > 1:
-        store = dist.FileStore(str(meeting), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=8))
+        join(rank, world, meeting, 60.0)
     for scenario in scenarios:
+        if scenario is failing:
+            # Here the deadline is the subject; elsewhere a busy machine must not end the test.
+            dist.destroy_process_group()
+            join(rank, world, meeting.with_name(f"{meeting.name}_failing"), 8.0)
         start = time.process_time()
-        result = scenario(rank, world)
+        result = on_cpu(scenario(rank, world))
         print(f"{scenario.__name__} {world} {rank} {time.process_time() - start:.2f} s", file=sys.stderr)
         torch.save(result, OUT / f"{scenario.__name__}_{world}_{rank}.pt")
 
 
-def run(world: int, scenarios: list[Scenario], meeting: Path) -> None:
+def fork(rank: int, world: int, meeting: Path, scenarios: list[Scenario]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 0
+    try:
+        rank_main(rank, world, meeting, scenarios)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run(number: int) -> None:
+    world, scenarios = PLAN[number]
     children = []
     for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            code = 0
-            try:
-                rank_main(rank, world, meeting, scenarios)
-            except BaseException:
-                traceback.print_exc()
-                code = 1
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-        children.append(pid)
+        if CUDA:
+            again = [sys.executable, *sys.argv[:4], str(number), str(rank)]
+            children.append(os.spawnv(os.P_NOWAIT, sys.executable, again))
+        else:
+            children.append(fork(rank, world, OUT / f"meeting{number}", scenarios))
     limit = time.monotonic() + DEADLINE_S
     waiting = set(children)
     while waiting and time.monotonic() < limit:
@@ -254,5 +290,9 @@ def run(world: int, scenarios: list[Scenario], meeting: Path) -> None:
 
 
 if __name__ == "__main__":
-    for number, (size, chosen) in enumerate(PLAN):
-        run(size, chosen, OUT / f"meeting{number}")
+    if len(sys.argv) > 4:
+        group, place = int(sys.argv[4]), int(sys.argv[5])
+        rank_main(place, PLAN[group][0], OUT / f"meeting{group}", PLAN[group][1])
+    else:
+        for group in range(len(PLAN)):
+            run(group)

@@ -147,3 +147,23 @@ def test_wrong_settings_and_wrong_order_are_refused(make_engine: Any, tiny_qwen:
     ]:
         with pytest.raises(EngineError, match=words):
             make_engine(**options)
+
+
+def test_every_policy_state_starts_as_the_trained_one_when_built_without_storage() -> None:
+    from fsdp_diffusers_engine import DiffusionModelConfig, FSDPEngineConfig, PPODiffusersFSDPEngine, adapters
+
+    tiny = {"num_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 64}
+    engine = PPODiffusersFSDPEngine(
+        DiffusionModelConfig(
+            architecture="qwen_image",
+            transformer_config={**tiny, "axes_dims_rope": (4, 6, 6)},
+            lora_rank=4,
+            policy_state_adapters=["default", "old"],
+        ),
+        FSDPEngineConfig(device="cpu", ema_decay=0.5),
+    )
+    engine.initialize()
+    start = list(adapters.adapter_parameters(engine.module, "default").values())
+    assert len(start) > 20
+    for name in ("old", "ema"):
+        assert same(list(adapters.adapter_parameters(engine.module, name).values()), start)

@@ -11,6 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,6 +90,7 @@ def inject_adapters(module: nn.Module, config: DiffusionModelConfig, spec: Model
         )
     exclude = config.exclude_modules
     targets = resolve_targets(module, config, spec)  # before the first adapter hides the names
+    on_meta = any(p.device.type == "meta" for p in module.parameters())
     for name in names:
         lora = LoraConfig(
             r=config.lora_rank,
@@ -97,12 +99,20 @@ def inject_adapters(module: nn.Module, config: DiffusionModelConfig, spec: Model
             target_modules=targets,
             exclude_modules=exclude if exclude is None or isinstance(exclude, str) else list(exclude),
         )
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _no_storage() if on_meta else nullcontext():
             # Several adapters are the point here.
             warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
             module.add_adapter(lora, adapter_name=name)  # type: ignore[operator]
     module.set_adapter(TRAINED)  # type: ignore[operator]
     mark_trainable(module)
+
+
+def _no_storage() -> AbstractContextManager[None]:
+    """Parameters made inside go to the meta device. PEFT by itself sends only the first adapter of a meta layer there:
+    later ones would keep storage on the CPU, with numbers that each process draws for itself."""
+    from accelerate import init_empty_weights
+
+    return init_empty_weights(include_buffers=False)  # type: ignore[no-any-return]
 
 
 def adapter_names(module: nn.Module) -> list[str]:

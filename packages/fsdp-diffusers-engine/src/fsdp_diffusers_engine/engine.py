@@ -97,8 +97,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
             module.requires_grad_(True)
         self.blocks = sharding.blocks_of(module, config)
         if engine.use_torch_compile:
-            for block in self.blocks:
-                block.compile()
+            sharding.compile_blocks(self.blocks)
         if self.layout.sharded:
             sharding.shard(module, self.blocks, self.layout, engine)
         if source is not None:

@@ -165,27 +165,22 @@ def _on_meta(transformer_class: Any, raw: dict[str, Any], dtype: torch.dtype) ->
     return module.eval()
 
 
+@torch.no_grad()
 def materialise(module: nn.Module, source: WeightSource, config: DiffusionModelConfig, device: torch.device) -> None:
     """Give every meta parameter of ``module`` (sharded or not) storage on ``device`` and its values."""
     for owner, leaf, name, parameter in _meta_parameters(module):
         shape = tuple(parameter.shape)
-        if isinstance(parameter, DTensor):
-            local = torch.empty(_local_shape(parameter), dtype=parameter.dtype, device=device)
-            index = local_index(parameter)
-        else:
-            local = torch.empty(shape, dtype=parameter.dtype, device=device)
-            index = tuple(slice(None) for _ in shape)
+        # Not DTensor.from_local: that would move a shard kept on the CPU (offload_policy) to the mesh's device.
+        value = torch.empty_like(parameter, device=device)
+        local, index = value, tuple(slice(None) for _ in shape)
+        if isinstance(value, DTensor):
+            local, index = value.to_local(), local_index(value)
         if local.numel():
             if ".lora_A." in name or ".lora_B." in name:
                 part = draw_initial(name, shape, config)[index]
             else:
                 part = source.read(name.replace(".base_layer.", "."), shape, index)
             local.copy_(part)
-        value: Tensor = local
-        if isinstance(parameter, DTensor):
-            value = DTensor.from_local(
-                local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-            )
         new = nn.Parameter(value, requires_grad=parameter.requires_grad)
         if isinstance(parameter, DTensor):
             # FSDP2 holds on to the parameter object: swap what is inside it.
@@ -202,13 +197,6 @@ def _meta_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, n
         for leaf, parameter in list(owner.named_parameters(recurse=False)):
             if parameter.device.type == "meta":
                 yield owner, leaf, f"{prefix}.{leaf}" if prefix else leaf, parameter
-
-
-def _local_shape(parameter: DTensor) -> tuple[int, ...]:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, _ = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return tuple(shape)
 
 
 def local_index(parameter: DTensor) -> tuple[slice, ...]:

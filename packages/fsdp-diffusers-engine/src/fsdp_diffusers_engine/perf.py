@@ -37,11 +37,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float 
         known = [key for key in _PEAK_BF16 if key in name]
         if known:
             return _PEAK_BF16[max(known, key=len)] * 1e12
-    return _measured(device.type, device.index or 0, dtype)
+    return measured_flops(device.type, device.index or 0, dtype)
 
 
 @lru_cache(maxsize=8)
-def _measured(kind: str, index: int, dtype: torch.dtype) -> float:
+def measured_flops(kind: str, index: int, dtype: torch.dtype) -> float:
+    """Operations per second of a large square matrix product on device ``index`` of ``kind``."""
     device = torch.device(kind, index) if kind != "cpu" else torch.device("cpu")
     size = 8192 if kind == "cuda" else 768
     a = torch.randn(size, size, device=device, dtype=dtype)
@@ -66,8 +67,9 @@ def training_flops(
     *,
     extra_forwards: int = 0,
 ) -> float:
-    """Operations of an update on ``samples`` x ``steps`` forwards: forward, backward, recomputation, guidance.
+    """Operations of an update on ``samples`` x ``steps`` forwards: forward, backward, guidance.
 
+    What activation checkpointing computes a second time is a cost and not work, so it is not counted.
     ``extra_forwards`` counts gradient-free forwards beside each (1 for a reference KL).
     """
     from model_specs.flops import training_flops as with_backward
@@ -75,10 +77,7 @@ def training_flops(
     size = (meta.height, meta.width, meta.num_frames)
     forward = engine.spec.flops(engine.module.config, samples, *size, text_tokens=text_tokens)  # type: ignore[arg-type]
     forward *= steps * (2 if meta.guided else 1)
-    full = with_backward(
-        forward, full=not engine.lora, gradient_checkpointing=engine.model_config.enable_gradient_checkpointing
-    )
-    return full + extra_forwards * forward
+    return with_backward(forward, full=not engine.lora) + extra_forwards * forward
 
 
 def mfu(engine: DiffusersFSDPEngine, flops: float, seconds: float) -> float:

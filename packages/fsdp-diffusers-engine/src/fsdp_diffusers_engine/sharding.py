@@ -62,14 +62,14 @@ class Layout:
 
 def pick_device(config: FSDPEngineConfig) -> torch.device:
     """The configured device, or CUDA card ``LOCAL_RANK``, or the CPU."""
-    if config.device is not None:
-        device = torch.device(config.device)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise EngineError(f"device={config.device!r} but torch sees no CUDA device; set device to 'cpu' or null")
+    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type != "cuda":
         return device
-    if torch.cuda.is_available():
+    if not torch.cuda.is_available():
+        raise EngineError(f"device={config.device!r} but torch sees no CUDA device; set device to 'cpu' or null")
+    if device.index is None:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    return torch.device("cpu")
+    return device
 
 
 def make_layout(config: FSDPEngineConfig, device: torch.device) -> Layout:
@@ -115,7 +115,8 @@ def make_layout(config: FSDPEngineConfig, device: torch.device) -> Layout:
 
 def _start_group_of_one(config: FSDPEngineConfig, device: torch.device) -> None:
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        # Offloaded shards are reduced on the CPU.
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=dist.HashStore(),
         rank=0,
         world_size=1,
@@ -140,6 +141,23 @@ def blocks_of(module: nn.Module, config: DiffusionModelConfig) -> list[nn.Module
         return found
     names: Sequence[str] = getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None) or ()
     return [child for child in module.modules() if type(child).__name__ in names]
+
+
+_GRAPHS = 64
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Compile each block in place; equal blocks share their graphs.
+
+    With and without gradients, adapters and text mask, the first block and the others, two micro-batch sizes: more
+    graphs than Dynamo's limit of 8. At the limit it goes on uncompiled, and a checkpointed block that was compiled in
+    forward and is recomputed uncompiled fails. So the limit is raised, for this process.
+    """
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
+    for block in blocks:
+        block.compile()
 
 
 def shard(module: nn.Module, blocks: Sequence[nn.Module], layout: Layout, config: FSDPEngineConfig) -> None:
