@@ -28,7 +28,17 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 def test_without_a_gpu_the_kernels_run_in_the_interpreter() -> None:
     if RUNS_HERE:
         pytest.skip("this process runs the kernels")
-    command = [sys.executable, "-m", "pytest", "--import-mode=importlib", "-q", "-p", "no:cacheprovider", "-n0", __file__]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--import-mode=importlib",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-n0",
+        __file__,
+    ]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[0].count(".") >= 20  # ran, and not skipped
