@@ -64,7 +64,6 @@ class Rollouts:
         n: int,
         *,
         step: int,
-        overrides: Mapping[str, Any] | None = None,
         validate: bool,
     ) -> TensorDict:
         """Draw and score `n` samples of each (uid, prompt).
@@ -84,7 +83,6 @@ class Rollouts:
         for key, values in columns.items():
             batch[key] = NonTensorStack(*values)
         batch["seed"] = torch.full((len(repeated),), int(seed or 0))
-        batch.set_non_tensor("sampling", dict(overrides or {}))
         batch.set_non_tensor("training_step", step)
         batch.set_non_tensor("validate", validate)
         return await self.agent_loop.generate_sequences(batch)

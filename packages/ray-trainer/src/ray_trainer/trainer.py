@@ -1,4 +1,4 @@
-"""The one step loop of every program here. An algorithm is a subclass with its hooks.
+"""The one step loop of every program here. An algorithm is a subclass with one hook.
 
     prompts → rollout (rewards asked for sample by sample) → prepare_update (hook) → optimizer steps → sync → metrics row
 
@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 from tensordict import TensorDict
 
@@ -57,11 +56,7 @@ class RayDiffusionTrainer(ABC):
         self.prompts = PromptSampler(load_prompts(data.train_file), data.prompts_per_step, loop.seed)
         self.val_prompts = load_prompts(data.val_file)[: data.val_max_prompts]
 
-    # ---- hooks of an algorithm -------------------------------------------------------------------------------------------
-
-    def rollout_overrides(self, step: int) -> dict[str, Any]:
-        """What the algorithm changes about the configured sampling of a training step."""
-        return {}
+    # ---- the hook of an algorithm -------------------------------------------------------------------------------------------
 
     @abstractmethod
     def prepare_update(self, batch: TensorDict, step: int) -> tuple[TensorDict, Metrics]:
@@ -196,11 +191,7 @@ class RayDiffusionTrainer(ABC):
         """Prompts [P] to samples [B = P·G] with pictures, trajectories and embeddings; rewards are asked for on the way."""
         self._prompts = prompts
         rows = [(f"step{step}/{prompt.uid}", prompt) for prompt in prompts]
-        self._batch = self._runner.run(
-            self.rollouts.sample(
-                rows, self.config.rollout.n, step=step, overrides=self.rollout_overrides(step), validate=False
-            )
-        )
+        self._batch = self._runner.run(self.rollouts.sample(rows, self.config.rollout.n, step=step, validate=False))
         return self._batch
 
     def compute_rm_score(self, batch: TensorDict) -> Metrics:
