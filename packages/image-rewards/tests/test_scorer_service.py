@@ -417,12 +417,15 @@ def test_answers_are_bounded_and_retries_stop_at_wrong_requests():
     ]
     calls = []
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        listener.settimeout(30)  # a client that gives up early must not leave this thread waiting for the next one
 
         def run():
             for answer in answers:
                 connection, _ = listener.accept()
                 with connection:
-                    connection.recv(65536)
+                    request = b""
+                    while not request.endswith(b"\r\n\r\n{}"):  # closing with unread bytes would reset the answer away
+                        request += connection.recv(65536)
                     calls.append(1)
                     try:
                         connection.sendall(answer)

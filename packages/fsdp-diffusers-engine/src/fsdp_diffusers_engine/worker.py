@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -210,6 +211,8 @@ def remote_workers(config: TrainingWorkerConfig, num_workers: int = 1, **options
 
     ``config.init_method`` is replaced by an address of the first actor's node.
     """
+    # Else Ray's hook, under `uv run`, starts every worker through `uv run` in an uploaded copy of the folder.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     try:
         import ray
     except ImportError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,8 @@ def on_node(node: Node) -> Any:
 
 def import_ray() -> Any:
     """The ray module, or `MissingExtraError`."""
+    # Else Ray's hook, under `uv run`, starts every worker through `uv run` in an uploaded copy of the folder.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     try:
         import ray
     except ImportError as error:

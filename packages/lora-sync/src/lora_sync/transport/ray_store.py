@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from ..codec import as_buffer, decode, unseal, write_into
@@ -92,6 +93,8 @@ class RayTransport(Transport):
 
 
 def _ray() -> Any:
+    # Else Ray's hook, under `uv run`, starts every worker through `uv run` in an uploaded copy of the folder.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     try:
         import ray
     except ImportError as error:
