@@ -179,7 +179,9 @@ def main() -> None:
     both, seconds, kept, ratio = [], [], {}, 0.0
     for step in range(args.steps):
         start = now(cuda)
+        engine.forwards.take()
         metrics = reduce_metrics(engine.forward_backward(data, loss))
+        rows = engine.forwards.take()
         middle = now(cuda)
         if step == 0:
             ratio = max(metrics["actor/ratio_max"] - 1, 1 - metrics["actor/ratio_min"])
@@ -196,9 +198,7 @@ def main() -> None:
             first_norm = norm
             if comparing:
                 kept |= {f"step.{n}": on_cpu(p) - before[n] for n, p in engine.trainable.items()}
-    flops = training_flops(
-        engine, len(data), args.window, sampling_meta(data), args.tokens, extra_forwards=int(args.reference)
-    )
+    flops = training_flops(engine, rows, sampling_meta(data), args.tokens)
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "torch": torch.__version__,

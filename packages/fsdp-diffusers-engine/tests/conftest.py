@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusion_losses import DiffusionLossConfig
 from fsdp_diffusers_engine import (
     CheckpointConfig,
     DiffusionModelConfig,
     ForwardProcessDiffusersFSDPEngine,
+    FSDPDiffusionActorConfig,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
     PPODiffusersFSDPEngine,
+    TrainingWorker,
+    TrainingWorkerConfig,
     loading,
 )
 from tensordict import TensorDict
@@ -143,3 +148,27 @@ def stir() -> Callable[[Any], None]:
                 loading.write_whole(parameter, pushed)
 
     return push
+
+
+@pytest.fixture
+def make_worker(tiny_qwen: Path) -> Callable[..., TrainingWorker]:
+    """``make_worker(loss, states=[…], …)``: a ready worker over the tiny Qwen-Image; keywords go to the actor's config."""
+
+    def make(
+        loss: DiffusionLossConfig | None = None, states: tuple[str, ...] = ("default", "old"), **actor: Any
+    ) -> TrainingWorker:
+        config = FSDPDiffusionActorConfig(
+            ppo_micro_batch_size_per_gpu=2,
+            diffusion_loss=loss or DiffusionLossConfig(clip_ratio=1.0),
+            optim=FSDPOptimizerConfig(lr=1e-3),
+            model_config=DiffusionModelConfig(
+                path=str(tiny_qwen), lora_rank=4, lora_alpha=8, policy_state_adapters=list(states)
+            ),
+            fsdp_config=FSDPEngineConfig(device="cpu", peak_tflops=1.0),
+            **{"ppo_mini_batch_size": 4, **actor},
+        )
+        worker = TrainingWorker(pickle.loads(pickle.dumps(TrainingWorkerConfig(actor=config))))
+        worker.reset()
+        return worker
+
+    return make

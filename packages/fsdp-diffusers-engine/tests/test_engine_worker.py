@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +13,10 @@ from fsdp_diffusers_engine import (
     EngineError,
     EngineStateError,
     FSDPDiffusionActorConfig,
-    FSDPEngineConfig,
-    FSDPOptimizerConfig,
     TrainingWorker,
     TrainingWorkerConfig,
     reduce_metrics,
 )
-
-
-@pytest.fixture
-def make_worker(tiny_qwen: Path) -> Any:
-    """A ready worker; keywords go to the actor's config."""
-
-    def make(loss: DiffusionLossConfig | None = None, **actor: Any) -> TrainingWorker:
-        config = FSDPDiffusionActorConfig(
-            ppo_micro_batch_size_per_gpu=2,
-            diffusion_loss=loss or DiffusionLossConfig(clip_ratio=1.0),
-            optim=FSDPOptimizerConfig(lr=1e-3),
-            model_config=DiffusionModelConfig(
-                path=str(tiny_qwen), lora_rank=4, lora_alpha=8, policy_state_adapters=["default", "old"]
-            ),
-            fsdp_config=FSDPEngineConfig(device="cpu", peak_tflops=1.0),
-            **{"ppo_mini_batch_size": 4, **actor},
-        )
-        worker = TrainingWorker(pickle.loads(pickle.dumps(TrainingWorkerConfig(actor=config))))
-        worker.reset()
-        return worker
-
-    return make
 
 
 def test_fine_calls(make_worker: Any, make_batch: Any, tmp_path: Path) -> None:
@@ -131,6 +106,7 @@ def test_metrics_are_weighted_by_what_they_count() -> None:
 
 def test_counted_operations_follow_the_formula(make_engine: Any, make_batch: Any) -> None:
     from fsdp_diffusers_engine.batch import sampling_meta
+    from fsdp_diffusers_engine.forwards import Rows
     from fsdp_diffusers_engine.perf import mfu, peak_flops, training_flops
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -144,8 +120,8 @@ def test_counted_operations_follow_the_formula(make_engine: Any, make_batch: Any
         data.set_non_tensor("micro_batch_size", 3)
         engine.forward_backward_batch(data, None, forward_only=True)
     forward = counter.get_total_flops()
-    expected = training_flops(engine, 3, 2, meta, 7)  # a LoRA: forward and as much again for the activations
+    expected = training_flops(engine, Rows(3 * 2), meta, 7)  # a LoRA: forward and as much again for the activations
     assert expected == pytest.approx(2 * forward, rel=0.01)
-    assert training_flops(engine, 3, 2, meta, 7, extra_forwards=1) == pytest.approx(3 * forward, rel=0.01)
+    assert training_flops(engine, Rows(3 * 2, 3 * 2), meta, 7) == pytest.approx(3 * forward, rel=0.01)
     assert mfu(engine, 1e12, 1.0) == pytest.approx(0.5)
     assert peak_flops(torch.device("cpu"), torch.float32) > 1e8

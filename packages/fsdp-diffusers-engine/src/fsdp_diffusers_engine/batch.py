@@ -137,6 +137,14 @@ def prompts(data: Mapping[str, Any], prefix: str = "", multiple: int = 1) -> Pro
     return found.pad_to(-(-embeds.shape[1] // multiple) * multiple) if multiple > 1 else found
 
 
+def text_tokens(data: TensorDict | Mapping[str, Any]) -> int:
+    """Prompt tokens of a row, padding included."""
+    from .padding import longest
+
+    embeds = data["prompt_embeds"]
+    return longest(embeds) if embeds.is_nested else int(embeds.shape[1])
+
+
 def with_prompts(micro: dict[str, Any], multiple: int) -> dict[str, Any]:
     """Put ``cond`` and ``negative`` beside a micro-batch's tensors: made once, used by every step and policy."""
     return {

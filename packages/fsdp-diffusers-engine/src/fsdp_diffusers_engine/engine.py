@@ -22,6 +22,7 @@ from .batch import SamplingMeta
 from .config import MISSING, CheckpointConfig, DiffusionModelConfig, FSDPEngineConfig, FSDPOptimizerConfig
 from .errors import EngineError, EngineStateError
 from .failures import shared_failure
+from .forwards import ForwardCounter
 from .precision import dtype_of, keep_adapters_in
 from .states import PolicyStatesMixin, WeightStates
 
@@ -45,6 +46,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
         device: where it computes.
         layout: ranks; ``layout.dp_rank`` of ``layout.dp_size`` says which part of a batch this process must be given.
         optimizer_steps, skipped_steps: counters; a step is skipped when its gradient is not finite.
+        forwards: rows that went through the module, with and without gradients.
     """
 
     spec: ModelSpec
@@ -72,6 +74,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
         self.states = None
         self.optimizer_steps = 0
         self.skipped_steps = 0
+        self.forwards = ForwardCounter()
         self._initialized = False
 
     # ------------------------------------------------------------------ building
@@ -108,6 +111,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
                     loading.write_whole(parameter, adapters.draw_initial(full_name, parameter.shape, config))
         module.eval()
         self.module = module
+        self.forwards.watch(module)
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if self.lora and config.lora_adapter_path:
             weights.warm_start(self, config.lora_adapter_path)

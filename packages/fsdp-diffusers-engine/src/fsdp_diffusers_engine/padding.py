@@ -65,13 +65,18 @@ def _offsets(jagged: Any) -> Tensor:
     return offsets
 
 
+def longest(jagged: Tensor) -> int:
+    """Tokens of the longest row."""
+    return int(_offsets(jagged).diff().max())
+
+
 def pad_jagged(embeds: Tensor) -> tuple[Tensor, Tensor]:
     """Jagged [B, s_b, C] → ([B, S, C] padded with zeros to the longest, mask [B, S] bool)."""
     values, offsets = embeds.values(), _offsets(embeds)
     lengths = offsets.diff()
-    longest = int(lengths.max())
-    mask = torch.arange(longest, device=values.device) < lengths[:, None]
-    padded = values.new_zeros(len(lengths), longest, values.shape[-1])
+    width = longest(embeds)
+    mask = torch.arange(width, device=values.device) < lengths[:, None]
+    padded = values.new_zeros(len(lengths), width, values.shape[-1])
     padded[mask] = values
     return padded, mask
 

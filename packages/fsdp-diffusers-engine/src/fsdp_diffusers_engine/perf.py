@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .batch import SamplingMeta
+from .forwards import Rows
 
 if TYPE_CHECKING:
     from .engine import DiffusersFSDPEngine
@@ -58,26 +59,16 @@ def measured_flops(kind: str, index: int, dtype: torch.dtype) -> float:
     return 2.0 * size**3 / best
 
 
-def training_flops(
-    engine: DiffusersFSDPEngine,
-    samples: int,
-    steps: int,
-    meta: SamplingMeta,
-    text_tokens: int,
-    *,
-    extra_forwards: int = 0,
-) -> float:
-    """Operations of an update on ``samples`` x ``steps`` forwards: forward, backward, guidance.
+def training_flops(engine: DiffusersFSDPEngine, rows: Rows, meta: SamplingMeta, text_tokens: int) -> float:
+    """Operations of an update that forwarded ``rows``: one forward each, and a backward for those with a gradient.
 
     What activation checkpointing computes a second time is a cost and not work, so it is not counted.
-    ``extra_forwards`` counts gradient-free forwards beside each (1 for a reference KL).
     """
     from model_specs.flops import training_flops as with_backward
 
     size = (meta.height, meta.width, meta.num_frames)
-    forward = engine.spec.flops(engine.module.config, samples, *size, text_tokens=text_tokens)  # type: ignore[arg-type]
-    forward *= steps * (2 if meta.guided else 1)
-    return with_backward(forward, full=not engine.lora) + extra_forwards * forward
+    one: float = engine.spec.flops(engine.module.config, 1, *size, text_tokens=text_tokens)  # type: ignore[arg-type]
+    return with_backward(one * rows.with_grad, full=not engine.lora) + one * rows.without_grad
 
 
 def mfu(engine: DiffusersFSDPEngine, flops: float, seconds: float) -> float:

@@ -31,6 +31,8 @@ from .ppo import PPODiffusersFSDPEngine
 if TYPE_CHECKING:
     from lora_sync import LoRAPayload
 
+FORWARDS_LOG_PROB = "forwards/log_prob"
+
 
 class TrainingWorker:
     """One rank of a trainer.
@@ -53,6 +55,7 @@ class TrainingWorker:
             else ForwardProcessDiffusersFSDPEngine(*parts, forward_config=actor.forward_process)
         )
         self._ready = False
+        self._spent: dict[str, float] = {}
 
     def _join(self) -> None:
         config, engine = self.config, self.config.actor.fsdp_config
@@ -110,10 +113,19 @@ class TrainingWorker:
         """Scores of the samples under a policy state (``reference``: adapters off): see the engine's forward-only pass."""
         engine = self._engine
         size = self.config.actor.log_prob_micro_batch_size_per_gpu
+        engine.forwards.take()  # what a rollout with the same weights forwarded is its own to report
         with engine.eval_mode(), engine.use_adapter(adapter):
             outputs = engine.forward_backward_batch(self._sized(data, size), None, forward_only=True)
+        _, spent = engine.forwards.take().per_sample(data.batch_size[0])
+        self._spent[FORWARDS_LOG_PROB] = self._spent.get(FORWARDS_LOG_PROB, 0.0) + spent
         scores = gather_outputs(outputs)
         return TensorDict({k: v.cpu() for k, v in scores.items()}, batch_size=[len(next(iter(scores.values())))])
+
+    def take_forwards(self) -> dict[str, float]:
+        """What :meth:`compute_log_prob` spent since the last take: ``forwards/log_prob``, rows per sample over its calls
+        (old and reference policy, say). An update's own are in the metrics of :meth:`train_mini_batch`."""
+        spent, self._spent = self._spent, {}
+        return spent
 
     def save_weights(self, name: str = "default", version: int | None = None) -> LoRAPayload:
         """Weights for a sampler: the adapter ``name`` as a payload with version and hash. All ranks call it."""
@@ -143,7 +155,8 @@ class TrainingWorker:
         samples over all ranks.
 
         Non-tensor data: ``global_step`` (seeds the shuffle and the noise). Returns a TensorDict whose ``metrics`` is one
-        dict of numbers for the call.
+        dict of numbers for the call; ``forwards/train`` and ``forwards/no_grad`` among them are the rows that were
+        forwarded with and without gradients, per sample.
         """
         engine, actor = self._engine, self.config.actor
         step = int(batch.plain(data, "global_step", 0))
@@ -158,6 +171,7 @@ class TrainingWorker:
         loss, first = DiffusionLoss(actor.diffusion_loss), FirstUpdateLoss(actor.diffusion_loss)
         rows: list[dict[str, Any]] = []
         start = time.perf_counter()
+        engine.forwards.take()
         with engine.train_mode():
             for epoch in range(actor.ppo_epochs):
                 order = self._order(data.batch_size[0], unit, step, epoch)
@@ -168,7 +182,7 @@ class TrainingWorker:
                     rows += engine.forward_backward_batch(mini, first if epoch == number == 0 else loss)
                     rows.append(engine.step())
         metrics = reduce_metrics(rows)
-        metrics |= self._speed(data, time.perf_counter() - start, loss.config)
+        metrics |= self._speed(data, time.perf_counter() - start)
         result = TensorDict({}, batch_size=[])
         result.set_non_tensor("metrics", metrics)
         return result
@@ -186,19 +200,16 @@ class TrainingWorker:
         data.set_non_tensor("micro_batch_size", size or self.config.actor.ppo_micro_batch_size_per_gpu)
         return data
 
-    def _speed(self, data: TensorDict, seconds: float, loss: DiffusionLossConfig) -> dict[str, float]:
-        actor, engine = self.config.actor, self.engine
-        steps = data["latents"].shape[1] if isinstance(engine, PPODiffusersFSDPEngine) else 1
-        tokens = data["prompt_embeds"].shape[1] if not data["prompt_embeds"].is_nested else 0
-        flops = perf.training_flops(
-            engine,
-            data.batch_size[0] * actor.ppo_epochs,
-            steps,
-            batch.sampling_meta(data),
-            tokens,
-            extra_forwards=int(loss.needs_reference),
-        )
-        return {"perf/mfu": perf.mfu(engine, flops, seconds), "time/train_mini_batch": seconds}
+    def _speed(self, data: TensorDict, seconds: float) -> dict[str, float]:
+        rows = self.engine.forwards.take()
+        train, no_grad = rows.per_sample(data.batch_size[0])
+        flops = perf.training_flops(self.engine, rows, batch.sampling_meta(data), batch.text_tokens(data))
+        return {
+            "forwards/train": train,
+            "forwards/no_grad": no_grad,
+            "perf/mfu": perf.mfu(self.engine, flops, seconds),
+            "time/train_mini_batch": seconds,
+        }
 
     def shutdown(self) -> None:
         """Leave the process group."""
