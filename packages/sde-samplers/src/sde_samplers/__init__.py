@@ -2,7 +2,7 @@
 
 from .coefficients import StepCoefficients, step_coefficients
 from .errors import MissingDependencyError, NonFiniteError, ReplayMismatchError, SamplerError
-from .flash import flash_schedule
+from .flash import flash_schedule, thin_tail
 from .logprob import HALF_LOG_TWO_PI, default_form, gaussian_log_prob
 from .noise import draw_noise, initial_noise, sample_generator
 from .replay import replay
@@ -68,4 +68,5 @@ __all__ = [
     "sample_generator",
     "sde_step",
     "step_coefficients",
+    "thin_tail",
 ]
