@@ -8,6 +8,7 @@ The class is plain Python; :func:`remote_workers` makes Ray actors of it, one pe
 from __future__ import annotations
 
 import datetime
+import hashlib
 import math
 import os
 import time
@@ -177,7 +178,7 @@ class TrainingWorker:
                 order = self._order(data.batch_size[0], unit, step, epoch)
                 for number, chosen in enumerate(torch.tensor_split(order, pieces)):
                     mini = self._sized(data[chosen.flatten()])
-                    mini.set_non_tensor("noise_seed", (step * actor.ppo_epochs + epoch) * pieces + number)
+                    mini.set_non_tensor("noise_seed", _noise_seed(actor.data_loader_seed, step, epoch, number))
                     engine.optimizer_zero_grad()
                     rows += engine.forward_backward_batch(mini, first if epoch == number == 0 else loss)
                     rows.append(engine.step())
@@ -215,6 +216,11 @@ class TrainingWorker:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _noise_seed(seed: int, step: int, epoch: int, number: int) -> int:
+    """Another number for every mini-batch of a run; how many there are in a step may change from step to step."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{epoch}/{number}".encode()).digest()[:6], "little")
 
 
 def remote_workers(config: TrainingWorkerConfig, num_workers: int = 1, **options: Any) -> list[Any]:
