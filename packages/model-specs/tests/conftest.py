@@ -36,6 +36,11 @@ class Loaded:
     pipeline: Any
     steps: list[Step] = field(default_factory=list)
 
+    @property
+    def multistep(self) -> bool:
+        """Whether the stock solver's step is another one than Euler's."""
+        return "Multistep" in type(self.scheduler).__name__
+
     def record(self, **call: Any) -> Any:
         """Run the stock pipeline; its steps go to `steps`, its output array is returned."""
         scheduler = self.pipeline.scheduler

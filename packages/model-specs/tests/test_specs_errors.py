@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import types
@@ -126,6 +127,15 @@ def test_sizes() -> None:
         get_spec("wan").latent_shape(480, 832, 80)
     with pytest.raises(SpecError, match="position table"):
         get_spec("sd3").latent_shape(4096, 512)
+
+
+def test_wan_refuses_a_schedule_of_noise_prediction(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "wan"
+    shutil.copytree(tiny_folder("wan_unipc"), folder)
+    file = folder / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_flow_sigmas": False}))
+    with pytest.raises(SpecError, match="use_flow_sigmas=False"):
+        get_spec_for(folder).load_scheduler(folder)
 
 
 def test_5b_sizes(tiny_folder: Callable[[str], Path]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from model_specs import get_spec_for
+from model_specs.common import whole_timestep_of
 
 PROMPTS = ["three red circles on a black background", "one green square"]
 NEGATIVES = ["a bad picture", "blurry, dark and with much noise in all of it"]
@@ -29,6 +31,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("z_image", {"true_cfg_scale": 6.0}, {"guidance_scale": 5.0}),
     ("wan", {}, {"guidance_scale": 1.0}),
     ("wan", {"true_cfg_scale": (4.0, 3.0)}, {"guidance_scale": 4.0, "guidance_scale_2": 3.0}),
+    ("wan_unipc", {"true_cfg_scale": (4.0, 3.0)}, {"guidance_scale": 4.0, "guidance_scale_2": 3.0}),
     ("wan_5b", {"true_cfg_scale": 5.0}, {"guidance_scale": 5.0}),
 ]
 
@@ -75,8 +78,9 @@ def run(loaded: Any, ours: dict[str, Any], theirs: dict[str, Any], height: int, 
         assert velocity.dtype == torch.float32
         assert velocity.std() > 0.05  # the network says something
         torch.testing.assert_close(velocity, step.velocity, rtol=0, atol=1e-5)
-        stepped = step.latents + (sigmas[i + 1] - sigmas[i]) * velocity
-        torch.testing.assert_close(stepped, step.next_latents, rtol=0, atol=1e-5)
+        if not loaded.multistep:
+            stepped = step.latents + (sigmas[i + 1] - sigmas[i]) * velocity
+            torch.testing.assert_close(stepped, step.next_latents, rtol=0, atol=1e-5)
 
     pixels = loaded.spec.decode(loaded.vae, loaded.steps[-1].next_latents, num_frames=frames, **size)
     expected = torch.from_numpy((picture * 255).round().astype(np.uint8)).movedim(-1, -3)
@@ -102,6 +106,20 @@ def test_equals_stock_pipeline(
 
 def test_wan_makes_single_frames(load: Callable[[str | Path], Any]) -> None:
     run(load("wan"), {}, {"guidance_scale": 1.0}, 64, 64, 1)
+
+
+def test_wan_asks_at_the_times_of_the_published_scheduler(load: Callable[[str | Path], Any], tiny_folder: Any) -> None:
+    """The schedule's first entry is exactly 1, where the stock one is just below: both mean timestep 999."""
+    published, plain = load("wan_unipc"), get_spec_for(tiny_folder("wan"))
+    assert (published.spec.whole_timesteps, plain.whole_timesteps) == (True, False)
+    for steps in (3, 10, 50):
+        published.scheduler.set_timesteps(steps)
+        sigmas = published.scheduler.sigmas[:-1].clone()
+        assert torch.equal(whole_timestep_of(sigmas), published.scheduler.timesteps.float())
+        assert sigmas[0] < 1.0
+        sigmas[0] = 1.0
+        assert torch.equal(whole_timestep_of(sigmas), published.scheduler.timesteps.float())
+        assert float(whole_timestep_of(sigmas)[0]) == 999.0
 
 
 @pytest.mark.skipif(not SHIPPED.is_dir(), reason="the shipped tiny policy is not beside this package")

@@ -49,6 +49,7 @@ class ModelSpec(ABC):
         self.folder = None if folder is None else Path(folder)
         self.transformer_config: Mapping[str, Any] = self._read("transformer/config.json")
         self.vae_config: Mapping[str, Any] = self._read("vae/config.json")
+        self.scheduler_config: Mapping[str, Any] = self._read("scheduler/scheduler_config.json")
         self.pipeline_config: Mapping[str, Any] = self._read("model_index.json")
 
     def __repr__(self) -> str:

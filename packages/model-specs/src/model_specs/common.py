@@ -62,6 +62,11 @@ def timestep_of(sigma: Tensor) -> Tensor:
     return sigma.float() * 1000.0
 
 
+def whole_timestep_of(sigma: Tensor) -> Tensor:
+    """The same cut to a whole number, as diffusers' multistep solvers hand it over; they move sigma = 1 down by 1e-6."""
+    return (sigma.double().clamp(max=1.0 - 1e-6) * 1000.0).floor().float()
+
+
 def pack(latents: Tensor) -> Tensor:
     """[B, C, H, W] to [B, H/2 * W/2, 4C]: every 2x2 patch becomes one token."""
     B, C, H, W = latents.shape

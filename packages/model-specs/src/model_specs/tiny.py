@@ -19,7 +19,7 @@ WIDTH = 64
 
 
 def names() -> list[str]:
-    """What `build` can make: an architecture's short name, or a variant of it ("sd35", "wan_5b", "flux_schnell")."""
+    """What `build` can make: an architecture's short name, or a variant of it ("sd35", "wan_5b", "wan_unipc", "flux_schnell")."""
     return sorted(_BUILDERS)
 
 
@@ -204,12 +204,12 @@ def _wan_transformer(channels: int) -> Any:
     )
 
 
-def _wan() -> Any:
+def _wan(scheduler: Any = None) -> Any:
     from diffusers import AutoencoderKLWan, WanPipeline
 
     tokenizer = text.t5_tokenizer()
     return WanPipeline(
-        scheduler=_flow_match(shift=5.0),
+        scheduler=scheduler or _flow_match(shift=5.0),
         vae=AutoencoderKLWan(base_dim=8, num_res_blocks=1),
         text_encoder=text.t5_encoder(tokenizer, WIDTH, umt5=True),
         tokenizer=tokenizer,
@@ -217,6 +217,13 @@ def _wan() -> Any:
         transformer_2=_wan_transformer(16),
         boundary_ratio=0.875,
     )
+
+
+def _wan_unipc() -> Any:
+    """With the scheduler that the published folders name."""
+    from diffusers import UniPCMultistepScheduler
+
+    return _wan(UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0))
 
 
 def _wan_5b() -> Any:
@@ -254,5 +261,6 @@ _BUILDERS: dict[str, Callable[[], Any]] = {
     "sd35": _sd35,
     "wan": _wan,
     "wan_5b": _wan_5b,
+    "wan_unipc": _wan_unipc,
     "z_image": _z_image,
 }

@@ -4,8 +4,9 @@ Follows `WanPipeline` of diffusers 0.40. Latents [B, C, T', H/f, W/f] with T' = 
 the 14B models, C = 48 and f = 16 for the 5B. What that pipeline calls `guidance_scale` is classifier-free guidance,
 here `true_cfg_scale`; a pair gives the two experts a scale each (`guidance_scale`, `guidance_scale_2` there).
 
-The published folders name a UniPC scheduler, whose timesteps are rounded to integers before the network sees them.
-Here the network sees sigma itself, as with a flow-match Euler scheduler: below 1/1000 apart.
+The published folders name a UniPC scheduler, which cuts timesteps to whole numbers before the network sees them and
+starts just below sigma = 1, hence at 999. With such a folder the network is asked at those times here too; with a
+flow-match Euler scheduler it sees sigma itself.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from torch import Tensor, nn
 
 from model_specs import flops
 from model_specs.base import ModelSpec
-from model_specs.common import compute_dtype, split_batch, timestep_of, to_uint8
+from model_specs.common import compute_dtype, split_batch, timestep_of, to_uint8, whole_timestep_of
 from model_specs.embeddings import PromptEmbeds, PromptEncoder, check_length
 from model_specs.errors import SpecError
 from model_specs.folders import component, has_part, load_diffusers, load_part
 from model_specs.registry import register
 from model_specs.single_frame import single_frame_convolutions
+
+# Multistep solvers that can run on flow sigmas; all of them keep integer timesteps.
+_WHOLE_TIMESTEPS = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler")
 
 
 @register
@@ -81,6 +85,24 @@ class WanSpec(ModelSpec):
         if not has_part(path, "transformer_2"):
             raise SpecError(f"{str(path)!r} has boundary_ratio={ratio!r} but no transformer_2: it needs both experts.")
         return ratio * 1000.0
+
+    # ------------------------------------------------------------------ schedule
+
+    def load_scheduler(self, path: str | Path) -> Any:
+        """As for every architecture; SpecError for a solver whose config does not make flow-matching sigmas."""
+        scheduler = super().load_scheduler(path)
+        if type(scheduler).__name__ in _WHOLE_TIMESTEPS and not scheduler.config.get("use_flow_sigmas", False):
+            raise SpecError(
+                f"{str(path)!r}: its {type(scheduler).__name__} has use_flow_sigmas=False, a schedule of noise-prediction "
+                "models. Wan is a flow-matching model: set use_flow_sigmas=true and prediction_type='flow_prediction', "
+                "or put a FlowMatchEulerDiscreteScheduler there."
+            )
+        return scheduler
+
+    @property
+    def whole_timesteps(self) -> bool:
+        """Whether the folder's scheduler hands whole numbers to the network."""
+        return self.scheduler_config.get("_class_name") in _WHOLE_TIMESTEPS
 
     # ------------------------------------------------------------------ shapes
 
@@ -139,7 +161,8 @@ class WanSpec(ModelSpec):
         batch, dtype = latents.shape[0], compute_dtype(transformer)
         scales = [true_cfg_scale] if isinstance(true_cfg_scale, int | float) else list(true_cfg_scale)
         guiding = self.guiding_prompts(negative, max(scales))
-        x_BCTHW, timestep = latents.to(dtype), timestep_of(sigma)
+        x_BCTHW = latents.to(dtype)
+        timestep = whole_timestep_of(sigma) if self.whole_timesteps else timestep_of(sigma)
         scale: float | Tensor = scales[0]
         if len(scales) > 1:
             if len(scales) != 2 or not hasattr(transformer, "is_high"):
