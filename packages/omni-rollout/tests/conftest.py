@@ -75,6 +75,7 @@ class ArithmeticBackend:
             "prompt_embeds": torch.ones(len(request.prompt.split()), 5),
             "prompt_embeds_mask": torch.ones(len(request.prompt.split())).bool(),
             "policy_version": self.policy_version, "seed": request.seed, "schedule_hash": "h", "batch_size": 1,
+            "forwards": 6.0,
         }  # fmt: skip
         return DiffusionOutput(picture, torch.arange(W).float(), "completed", 0, extra)
 

@@ -51,7 +51,7 @@ def test_every_key_has_its_shape(config, batch, arithmetic_backend):
         "step_index": (4, 2), "sigmas": (4, 7), "std": (4, 2), "rollout_log_probs": (4, 2),
         "final_latents": (4, 3, 2, 2),
         "prompt_embeds": (4, 4, 5), "prompt_embeds_mask": (4, 4), "policy_version": (4,), "seed": (4,), "index": (4,),
-        "num_turns": (4,),
+        "num_turns": (4,), "forwards": (4,),
     }  # fmt: skip
     assert out["responses"].dtype == torch.uint8
     assert out["rm_scores"].dtype == out["latents"].dtype == torch.float32

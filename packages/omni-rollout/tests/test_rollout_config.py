@@ -38,6 +38,8 @@ def test_structured_config_accepts_overrides_and_refuses_unknown_keys():
         (lambda: DiffusionRolloutAlgoConfig(sde_window_size=3, sde_window_range=[0, 2]), "at most 2"),
         (lambda: DiffusionRolloutAlgoConfig(sde_window_range=[2, 2]), "first < end"),
         (lambda: DiffusionRolloutAlgoConfig(noise_level=-1), "noise_level=-1"),
+        (lambda: DiffusionRolloutAlgoConfig(solver="heun"), "algo.solver='heun'.*euler, dpm1, dpm2, dpm3"),
+        (lambda: DiffusionRolloutAlgoConfig(tail_ratio=0.0), "algo.tail_ratio=0.0"),
         (lambda: DiffusionPipelineConfig(num_inference_steps=0), "num_inference_steps=0"),
     ],
 )
@@ -77,3 +79,15 @@ def test_resolved_sampling_uses_validation_values_and_overrides():
     assert resolve_sampling(config, {"kind": "ode"})["window"] == ()
     with pytest.raises(RolloutConfigError, match="heigth"):
         resolve_sampling(config, {"heigth": 3})
+
+
+def test_each_side_has_its_own_solver_and_validation_draws_with_what_is_trained():
+    algo = DiffusionRolloutAlgoConfig(sde_type="ode", solver="dpm2", shared_noise=True, tail_ratio=0.5)
+    config = DiffusionRolloutConfig(algo=algo, rollout_adapter="old")
+    train, val = resolve_sampling(config), resolve_sampling(config, validate=True)
+    names = ("solver", "shared_noise", "tail_ratio", "adapter")
+    assert [train[name] for name in names] == ["dpm2", True, 0.5, "old"]
+    assert [val[name] for name in names] == ["euler", False, 1.0, "default"]
+    config.val_kwargs.algo.solver = "dpm3"
+    assert resolve_sampling(config, validate=True)["solver"] == "dpm3"
+    assert resolve_sampling(config, {"tail_ratio": 1.0, "adapter": "default"})["tail_ratio"] == 1.0

@@ -190,9 +190,10 @@ class DiffusionAgentLoopWorker:
         Returns:
             TensorDict [B]: responses uint8 [B,C,H,W] | [B,T,C,H,W]; rm_scores [B,1], `reward_components` and
             `reward_errors` with a reward; latents, next_latents [B,W,…], step_index [B,W], rollout_log_probs [B,W],
-            std [B,W] with a window; sigmas [B,K+1], final_latents [B,…], prompt_embeds [B,S,C] with its mask (padded at
-            the right to the longest), policy_version, seed, num_turns [B]; uid, prompt, metadata, schedule_hash as
-            lists; `metrics` (list of dicts) and `reward_extra_keys` on the batch.
+            std [B,W] with a window; sigmas [B, steps taken + 1], forwards [B] (rows of the transformer that a sample
+            cost), final_latents [B,…], prompt_embeds [B,S,C] with its mask (padded at the right to the longest),
+            policy_version, seed, num_turns [B]; uid, prompt, metadata, schedule_hash as lists; `metrics` (list of dicts)
+            and `reward_extra_keys` on the batch.
 
         Raises:
             RolloutError: a sample could not be drawn; the others are cancelled, none is dropped in silence.

@@ -13,7 +13,12 @@ from .types import GenerationRequest
 
 
 def compatibility_key(request: GenerationRequest) -> tuple[Hashable, ...]:
-    """Requests with equal keys can be denoised together; windows may differ, their lengths may not."""
+    """Requests with equal keys can be denoised together.
+
+    Windows may differ, their lengths may not; under a multistep solver, whose history they break, and before a thinned
+    tail, which begins where they end, they must be equal. Shared noise changes where rows start, not how they run.
+    """
+    bound = request.solver != "euler" or request.tail_ratio < 1
     return (
         request.height,
         request.width,
@@ -24,8 +29,9 @@ def compatibility_key(request: GenerationRequest) -> tuple[Hashable, ...]:
         request.max_sequence_length,
         request.kind,
         request.noise_level,
-        len(request.window),
+        request.window if bound else len(request.window),
         request.solver,
+        request.tail_ratio,
         request.adapter,
         request.start_step,
         request.return_trajectory,

@@ -68,6 +68,9 @@ def collate(
         data["prompts_mask"] = torch.nn.utils.rnn.pad_sequence(
             [torch.ones_like(x).bool() for x in ids], batch_first=True
         )
+    forwards = _everywhere("forwards", extras)
+    if forwards is not None:
+        data["forwards"] = torch.tensor(forwards, dtype=torch.float32)
     data["policy_version"] = torch.tensor([int(extra.get("policy_version", 0)) for extra in extras])
     data["seed"] = torch.tensor([row["seed"] for row in rows])
     data["index"] = torch.tensor([row["index"] for row in rows])
@@ -93,7 +96,7 @@ def collate(
     return batch
 
 
-def _everywhere(key: str, extras: Sequence[dict[str, Any]]) -> list[Tensor] | None:
+def _everywhere(key: str, extras: Sequence[dict[str, Any]]) -> list[Any] | None:
     """The values of a key in all samples, None when no sample has it, an error when only some have."""
     values = [extra[key] for extra in extras if extra.get(key) is not None]
     if values and len(values) != len(extras):

@@ -14,6 +14,7 @@ from .errors import RolloutConfigError
 BACKENDS = ("diffusers", "vllm_omni")
 KINDS = ("flow_sde", "dance_sde", "flow_cps", "ddim", "ode")
 KIND_ALIASES = {"sde": "flow_sde", "dance": "dance_sde", "cps": "flow_cps"}
+SOLVERS = ("euler", "dpm1", "dpm2", "dpm3")
 WINDOW_STRATEGIES = ("fixed", "random", "progressive")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -31,6 +32,12 @@ def resolve_kind(sde_type: str) -> str:
 def _require(ok: bool, name: str, value: Any, rule: str) -> None:
     if not ok:
         raise RolloutConfigError(f"{name}={value!r} is not allowed: it must be {rule}.")
+
+
+def check_solver(prefix: str, solver: str, tail_ratio: float) -> None:
+    """Raise `RolloutConfigError` for an unknown solver or a ratio outside (0, 1]; `prefix` names the place."""
+    _require(solver in SOLVERS, f"{prefix}solver", solver, "one of " + ", ".join(SOLVERS))
+    _require(0 < tail_ratio <= 1, f"{prefix}tail_ratio", tail_ratio, "in (0, 1]")
 
 
 @dataclass
@@ -80,6 +87,12 @@ class DiffusionRolloutAlgoConfig:
     """Training steps for which a window stays where it is."""
     sde_window_seed: int = 0
     """Seed of the random strategy; the window depends on it and on the training step alone, never on a rank."""
+    solver: str = "euler"
+    """Integrator of the ODE steps: euler, or DPM-Solver++ of order 1 to 3 (dpm1, dpm2, dpm3)."""
+    shared_noise: bool = False
+    """All samples of a group start from the noise of its sample 0; the noise of their steps stays each one's own."""
+    tail_ratio: float = 1.0
+    """Share of the steps after the window that is kept (MixGRPO-Flash). Below 1 `solver` integrates the tail alone."""
 
     def __post_init__(self) -> None:
         self.validate()
@@ -94,6 +107,7 @@ class DiffusionRolloutAlgoConfig:
             self.sample_strategy,
             "one of " + ", ".join(WINDOW_STRATEGIES),
         )
+        check_solver("algo.", self.solver, self.tail_ratio)
         _require(self.iters_per_group >= 1, "algo.iters_per_group", self.iters_per_group, "at least 1")
         size, span = self.sde_window_size, self.sde_window_range
         _require(size is None or size >= 0, "algo.sde_window_size", size, "0 or more, or null")

@@ -17,13 +17,15 @@ from typing import Any
 import torch
 from lora_sync import LoRAReceipt, apply_lora, extract_lora, use_adapter
 from lora_sync.layers import layers_of
-from sde_samplers import SigmaSchedule, from_diffusers, initial_noise, rollout, sample_generator
+from sde_samplers import SigmaSchedule, from_diffusers, rollout, thin_tail
 from torch import Tensor, nn
 
 from .backend import Health, WeightReceipt
 from .batching import plan_batches
+from .counting import counted_rows
 from .errors import MissingExtraError, RolloutConfigError, SyncError
 from .lifecycle import Lifecycle
+from .noise import generators_of, start_noise
 from .types import DiffusionOutput, GenerationRequest, aborted
 from .weights import load_named, module_checksum
 
@@ -148,14 +150,15 @@ class DiffusersBackend:
                 negative = self.encoder.encode(texts, first.max_sequence_length).to(self.device)
         schedule = self._schedule(first)
         try:
-            with self._timed("denoise"), self._sampling(first.adapter):
+            # The count is of this batch alone: a trainer's own calls of a shared module lie outside the block.
+            with self._timed("denoise"), self._sampling(first.adapter), counted_rows([self.transformer]) as count:
                 trajectory = self._denoise(batch, schedule, cond, negative, size)
         except _AllAbortedError:
             return [aborted(request, self.policy_version) for request in batch]
         self._batches[len(batch)] = self._batches.get(len(batch), 0) + 1
         with self._timed("decode"):
             pictures = self.spec.decode(self.vae, trajectory.final, **size).cpu()
-        outputs = self._pack(batch, trajectory, cond, negative, pictures, schedule)
+        outputs = self._pack(batch, trajectory, cond, negative, pictures, schedule, count.rows / len(batch))
         with self._abort_lock:
             dropped = {r.request_id for r in batch} & self._aborted
         self._generated += len(batch) - len(dropped)
@@ -168,9 +171,9 @@ class DiffusersBackend:
         self, batch: list[GenerationRequest], schedule: SigmaSchedule, cond: Any, negative: Any, size: dict[str, int]
     ) -> Any:
         first = batch[0]
-        generators = [sample_generator(r.seed, r.uid, r.index) for r in batch]
+        generators = generators_of(batch)
         shape = self.spec.latent_shape(first.height, first.width, first.num_frames)
-        x = initial_noise(generators, shape).to(self.device)
+        x = start_noise(batch, generators, shape).to(self.device)
         options = {"true_cfg_scale": first.true_cfg_scale, "guidance_scale": first.guidance_scale, **size}
         ids = {request.request_id for request in batch}
 
@@ -186,8 +189,17 @@ class DiffusersBackend:
             x, part = (1 - level) * clean + level * x, SigmaSchedule(schedule.sigmas[start:])
         window = torch.tensor([r.window for r in batch], dtype=torch.long) - start if first.window else None
         kind: Any = first.kind  # checked when the request was made
+        solver: Any = first.solver
         return rollout(
-            velocity, x, part, kind=kind, noise_level=first.noise_level, window=window, generators=generators
+            velocity,
+            x,
+            part,
+            kind=kind,
+            noise_level=first.noise_level,
+            window=window,
+            generators=generators,
+            solver=solver,
+            solver_steps="post" if first.tail_ratio < 1 else "all",
         )
 
     def _schedule(self, request: GenerationRequest) -> SigmaSchedule:
@@ -196,7 +208,8 @@ class DiffusersBackend:
             steps, *size = key
             keywords = self.spec.schedule_kwargs(self.scheduler, steps, *size)
             self._schedules[key] = from_diffusers(self.scheduler, steps, **keywords)
-        return self._schedules[key]
+        full = self._schedules[key]
+        return full if request.tail_ratio == 1 else thin_tail(full, request.window_end, request.tail_ratio)
 
     @contextmanager
     def _sampling(self, adapter: str) -> Iterator[None]:
@@ -230,6 +243,7 @@ class DiffusersBackend:
         negative: Any,
         pictures: Tensor,
         schedule: SigmaSchedule,
+        forwards: float,
     ) -> list[DiffusionOutput]:
         """Cut the batch into outputs that own nothing of each other's rows but the shared sigma grid."""
         sigmas = schedule.sigmas.cpu()
@@ -250,6 +264,7 @@ class DiffusersBackend:
             extra: dict[str, Any] = {name: value[row] for name, value in parts.items()}
             extra |= {"final_latents": final[row], "sigmas": sigmas, "schedule_hash": schedule.hash}
             extra |= {"policy_version": self.policy_version, "seed": request.seed, "batch_size": len(batch)}
+            extra["forwards"] = forwards
             if traced:
                 extra |= {name: rows[row] for name, rows in embeds}
             log_prob = None if log_probs is None else log_probs[row]

@@ -10,7 +10,7 @@ A replica that is replaced gets the newest adapters before it takes a request, s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from .backend import WeightReceipt
 from .config import DiffusionRolloutConfig
 from .errors import RolloutConfigError
-from .placement import Node, assign_nodes, cluster_nodes, import_ray, on_node
+from .placement import Node, assign_beside, assign_nodes, cluster_nodes, import_ray, on_node
 from .replica import DiffusersReplica, Replica
 from .router import Router
 
@@ -40,18 +40,38 @@ class Fleet:
         self._resync = resync
         self._payloads: dict[str, Any] = {}
         self._base_changed = False
-        self._nodes: list[Node] = []
+        self._places: list[tuple[Node, str | None]] = []
 
     @classmethod
     async def launch(
-        cls, config: DiffusionRolloutConfig, model_config: Any, *, cpus: float = 1.0, resync: Resync | None = None
+        cls,
+        config: DiffusionRolloutConfig,
+        model_config: Any,
+        *,
+        cpus: float = 1.0,
+        resync: Resync | None = None,
+        beside: Sequence[tuple[str, str]] | None = None,
     ) -> Fleet:
-        """Start `config.num_replicas` replicas. Raises `RolloutConfigError` at once when they do not fit."""
+        """Start `config.num_replicas` replicas.
+
+        Args:
+            config, model_config, resync: as for the constructor.
+            cpus: CPU cores that Ray reserves for each replica.
+            beside: (node id, GPU id) of GPUs that trainers hold already. Replicas then share them: they reserve no GPU in
+                Ray, and each is given the next ones of a node, in order. None: GPUs of their own, placed by
+                `config.placement`. Replicas that need no GPU are always placed so.
+
+        Raises:
+            RolloutConfigError: at once, when they do not fit, with what is missing.
+        """
         fleet = cls(config, model_config, resync)
         fleet._cpus = cpus
-        fleet._nodes = assign_nodes(
-            cluster_nodes(), config.num_replicas, gpus=fleet.gpus, cpus=cpus, strategy=config.placement
-        )
+        count, needs, nodes = config.num_replicas, fleet.gpus, cluster_nodes()
+        if beside is not None and needs:
+            fleet._places = [*assign_beside(nodes, beside, count, gpus=needs, cpus=cpus)]
+        else:
+            asked = assign_nodes(nodes, count, gpus=needs, cpus=cpus, strategy=config.placement)
+            fleet._places = [(node, None) for node in asked]
         replicas = await asyncio.gather(*(fleet._start(place) for place in range(config.num_replicas)))
         fleet.router = Router(replicas, config.router, restart=fleet._restart)
         return fleet
@@ -68,20 +88,29 @@ class Fleet:
         return vLLMOmniReplica(self.config, self.model_config).gpus
 
     async def _start(self, place: int) -> Replica:
-        node = self._nodes[place]
+        node, devices = self._places[place]
         if self.config.backend == "vllm_omni":
             from .vllm_omni.replica import vLLMOmniReplica
 
-            replica = vLLMOmniReplica(self.config, self.model_config, place, node=node, cpus=self._cpus)
+            replica = vLLMOmniReplica(
+                self.config, self.model_config, place, node=node, cpus=self._cpus, devices=devices
+            )
             await replica.launch()
             return replica
         from .hosted import HostedDiffusersBackend
 
         ray = import_ray()
         actor = ray.remote(HostedDiffusersBackend).options(
-            num_gpus=self.gpus, num_cpus=self._cpus, max_concurrency=100, scheduling_strategy=on_node(node)
+            num_gpus=self.gpus if devices is None else 0,
+            num_cpus=self._cpus,
+            max_concurrency=100,
+            scheduling_strategy=on_node(node),
         )
-        options = {"max_batch_size": self.config.max_batch_size, "device": self.config.device}
+        options = {
+            "max_batch_size": self.config.max_batch_size,
+            "device": self.config.device,
+            "cuda_visible_devices": devices,
+        }
         handle = actor.remote(self.model_config.path, self.config.dtype, **options)
         hosted = DiffusersReplica(handle, self.config.max_batch_size, name=f"diffusers-{place}")
         async with asyncio.timeout(self.config.router.start_timeout_s):
@@ -97,7 +126,8 @@ class Fleet:
                     "base weights were synced before, so a new replica needs them too: launch the fleet with `resync`."
                 )
             await self._resync(replica)
-        for adapter, payload in self._payloads.items():
+        # Oldest version first: a backend refuses to go back.
+        for adapter, payload in sorted(self._payloads.items(), key=lambda item: item[1].version):
             await self._bind(replica, payload, adapter)
         return replica
 

@@ -23,10 +23,15 @@ class HostedDiffusersBackend:
     Args:
         path: diffusers pipeline folder.
         dtype: name of the transformer's dtype.
+        cuda_visible_devices: the GPU it may use, beside a trainer; None leaves the environment as it is.
         options: for `DiffusersBackend.from_pretrained`.
     """
 
-    def __init__(self, path: str, dtype: str = "float32", **options: Any) -> None:
+    def __init__(
+        self, path: str, dtype: str = "float32", *, cuda_visible_devices: str | None = None, **options: Any
+    ) -> None:
+        if cuda_visible_devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices  # before CUDA is first used in this process
         self.backend = DiffusersBackend.from_pretrained(path, dtype=getattr(torch, dtype), **options)
         self._thread = ThreadPoolExecutor(max_workers=1)
 

@@ -53,6 +53,46 @@ def assign_nodes(
     return chosen
 
 
+def assign_beside(
+    nodes: Sequence[Node], beside: Sequence[tuple[str, str]], replicas: int, *, gpus: int, cpus: float = 1.0
+) -> list[tuple[Node, str]]:
+    """A node and GPUs for each replica, on GPUs that trainers hold already.
+
+    Args:
+        nodes: the cluster; what is free on it matters for CPUs alone.
+        beside: (node id, GPU id) of the trainers, in the order in which they are to be used.
+        gpus, cpus: what one replica needs, on one node.
+
+    Returns:
+        Per replica its node and a value for CUDA_VISIBLE_DEVICES: the next `gpus` of `beside` that lie on one node. Nodes
+        come in the order in which `beside` names them; a remainder of a node that is too small for a replica stays unused.
+
+    Raises:
+        RolloutConfigError: too few GPUs or CPUs, with the shortfall; a GPU named twice; a node that is not in the cluster.
+    """
+    known, devices = {node.node_id: node for node in nodes}, dict[str, list[str]]()
+    for node_id, gpu in beside:
+        if node_id not in known:
+            raise RolloutConfigError(f"beside names node {node_id!r}, which is not in the cluster: {sorted(known)!r}.")
+        if str(gpu) in devices.setdefault(node_id, []):
+            raise RolloutConfigError(f"beside names GPU {gpu!r} of node {known[node_id].name!r} twice.")
+        devices[node_id].append(str(gpu))
+    places: list[tuple[Node, str]] = []
+    for node_id, held in devices.items():
+        room = _slots(known[node_id], 0, cpus)
+        cuts = [held[start : start + gpus] for start in range(0, len(held) - gpus + 1, gpus)][:room]
+        places += [(known[node_id], ",".join(cut)) for cut in cuts]
+    if len(places) < replicas:
+        have = "; ".join(f"{known[n].name}: {len(held)} GPUs, {known[n].cpus:g} CPUs" for n, held in devices.items())
+        missing = replicas - len(places)
+        raise RolloutConfigError(
+            f"{replicas} replicas of {gpus} GPUs and {cpus:g} CPUs each do not fit beside the trainers: {missing} of them "
+            f"find no node with that much ({have or 'no GPU'}). Missing: {missing * gpus} GPUs of trainers, or "
+            f"{missing * cpus:g} CPUs. Ask for fewer replicas, less tensor parallelism, or GPUs of their own."
+        )
+    return places[:replicas]
+
+
 def _slots(node: Node, gpus: int, cpus: float) -> int:
     limits = [int(free // need) for free, need in ((node.gpus, gpus), (node.cpus, cpus)) if need > 0]
     return min(limits) if limits else 10**6

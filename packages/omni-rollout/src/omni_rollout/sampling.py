@@ -17,7 +17,8 @@ _PIPELINE_FIELDS = (
     "guidance_scale",
     "max_sequence_length",
 )
-_OVERRIDES = (*_PIPELINE_FIELDS, "kind", "noise_level", "window", "return_trajectory", "solver", "adapter")
+_ALGO_FIELDS = ("kind", "noise_level", "solver", "shared_noise", "tail_ratio")
+_OVERRIDES = (*_PIPELINE_FIELDS, *_ALGO_FIELDS, "window", "return_trajectory", "adapter")
 
 
 def window_steps(algo: DiffusionRolloutAlgoConfig, num_steps: int, training_step: int = 0) -> tuple[int, ...]:
@@ -68,7 +69,9 @@ def resolve_sampling(
         raise RolloutConfigError(f"sampling keys {unknown!r} are not known; allowed are {', '.join(_OVERRIDES)}.")
     source = config.val_kwargs if validate else config
     fields: dict[str, Any] = {name: getattr(source.pipeline, name) for name in _PIPELINE_FIELDS}
-    fields |= {"kind": source.algo.kind, "noise_level": source.algo.noise_level, "adapter": config.rollout_adapter}
+    fields |= {name: getattr(source.algo, name) for name in _ALGO_FIELDS}
+    # Validation looks at what is trained, whatever draws the training samples.
+    fields["adapter"] = "default" if validate else config.rollout_adapter
     fields["return_trajectory"] = not validate
     fields |= overrides
     fields["kind"] = resolve_kind(fields["kind"])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import resolve_kind
+from .config import check_solver, resolve_kind
 from .errors import RolloutConfigError
 
 #: Keys of `DiffusionOutput.extra_fields` that must be fp32: a rounded trajectory moves log-probs by far more than a
@@ -53,7 +53,12 @@ class GenerationRequest:
     return_trajectory: bool = True
     """Return window latents and prompt embeddings; without it only the picture and the final latents come back."""
     solver: str = "euler"
-    """Integrator of the ODE steps."""
+    """Integrator of the ODE steps: euler, dpm1, dpm2 or dpm3."""
+    shared_noise: bool = False
+    """Start from the noise of sample 0 of the group; the noise of the steps stays this sample's own."""
+    tail_ratio: float = 1.0
+    """Share of the steps after the window (of all steps without one) that is kept; below 1 `solver` integrates them and
+    Euler the steps before. Window positions and `num_inference_steps` are those of the full grid."""
     adapter: str = "default"
     """LoRA adapter that samples; "reference" is the base policy."""
     prompt_ids: tuple[int, ...] | None = None
@@ -66,8 +71,7 @@ class GenerationRequest:
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", resolve_kind(self.kind))
         object.__setattr__(self, "window", tuple(int(step) for step in self.window))
-        if self.solver != "euler":
-            raise RolloutConfigError(f"solver={self.solver!r} is not offered by the rollout backends: use 'euler'.")
+        check_solver("", self.solver, self.tail_ratio)
         steps = self.num_inference_steps
         if any(not self.start_step <= step < steps for step in self.window) or len(set(self.window)) != len(
             self.window
@@ -91,6 +95,11 @@ class GenerationRequest:
             raise RolloutConfigError("init_latents and start_step > 0 belong together: give both or neither.")
 
     @property
+    def window_end(self) -> int:
+        """Where the tail begins: one past the last window step, or the first step that runs."""
+        return self.window[-1] + 1 if self.window else self.start_step
+
+    @property
     def uses_cfg(self) -> bool:
         """True when the transformer runs a second time on the negative prompt."""
         return self.true_cfg_scale > 1.0
@@ -105,9 +114,10 @@ class DiffusionOutput:
     """One finished (or aborted) sample.
 
     `extra_fields`, present as far as they were asked for:
-    latents, next_latents [W, …] · step_index [W] long · sigmas [K+1] · std [W] · means [W, …] · final_latents […] ·
+    latents, next_latents [W, …] · step_index [W] long · sigmas [steps taken + 1] · std [W] · means [W, …] · final_latents […] ·
     prompt_embeds [S, C] · prompt_embeds_mask [S] bool · pooled_prompt_embeds [C] · negative_… · policy_version int ·
-    seed int · schedule_hash str · batch_size int (samples it was denoised with)
+    seed int · schedule_hash str · batch_size int (samples it was denoised with) · forwards float (rows of the transformer
+    that it cost, counted; a step with true CFG costs 2)
     """
 
     diffusion_output: Tensor | None

@@ -30,6 +30,7 @@ class vLLMOmniReplica(Replica):
         rollout_mode: "colocated" or "standalone".
         node: where the engine runs; None picks one with enough free.
         cpus: CPU cores that the actor reserves.
+        devices: GPU ids on `node` that the engine shares with a trainer ("0" or "0,1"); it then reserves none in Ray.
         handle: an actor that exists already (its `launch_server` done), instead of a new one.
     """
 
@@ -42,10 +43,12 @@ class vLLMOmniReplica(Replica):
         rollout_mode: str = "colocated",
         node: Node | None = None,
         cpus: float = 1.0,
+        devices: str | None = None,
         handle: Any = None,
     ) -> None:
         self.config, self.model_config, self.replica_rank = config, model_config, replica_rank
         self.rollout_mode, self.node, self.cpus, self.handle = rollout_mode, node, cpus, handle
+        self.devices = devices
         self.name = f"vllm-omni-{replica_rank}"
         self.server_class = vLLMOmniHttpServer
 
@@ -64,7 +67,7 @@ class vLLMOmniReplica(Replica):
         node = self.node or assign_nodes(cluster_nodes(), 1, gpus=self.gpus, cpus=self.cpus)[0]
         variables = {name: os.environ[name] for name in ("OMNI_ROLLOUT_CPU", "OMP_NUM_THREADS") if name in os.environ}
         actor = ray.remote(self.server_class).options(
-            num_gpus=self.gpus,
+            num_gpus=self.gpus if self.devices is None else 0,
             num_cpus=self.cpus,
             max_concurrency=10_000,  # requests are coroutines: the engine batches them, the router bounds them
             scheduling_strategy=on_node(node),
@@ -72,7 +75,15 @@ class vLLMOmniReplica(Replica):
         )
         gpus_per_node = max(self.gpus, 1)
         self.handle = actor.remote(
-            self.config, self.model_config, self.rollout_mode, (), self.replica_rank, 0, gpus_per_node, 1, ""
+            self.config,
+            self.model_config,
+            self.rollout_mode,
+            (),
+            self.replica_rank,
+            0,
+            gpus_per_node,
+            1,
+            self.devices or "",
         )
         limit = self.config.router.start_timeout_s
         try:

@@ -224,7 +224,7 @@ class vLLMOmniHttpServer:
     def _params(self, request: GenerationRequest) -> dict[str, Any]:
         from vllm_omni.lora.request import LoRARequest
 
-        from .denoise import KNOBS, Knobs
+        from .rollout_batch import KNOBS, Knobs
 
         knobs = Knobs(
             seed=request.seed,
@@ -236,6 +236,9 @@ class vLLMOmniHttpServer:
             return_trajectory=request.return_trajectory,
             start_step=request.start_step,
             init_latents=request.init_latents,
+            solver=request.solver,
+            shared_noise=request.shared_noise,
+            tail_ratio=request.tail_ratio,
         )
         cfg = request.true_cfg_scale
         guidance = cfg + self.entry.guidance_offset if self.entry.cfg_is_guidance else request.guidance_scale
@@ -254,6 +257,10 @@ class vLLMOmniHttpServer:
             params["sigmas"] = torch.linspace(
                 1.0, 1 / request.num_inference_steps, request.num_inference_steps
             ).tolist()
+        if knobs.tail is not None:
+            # Part of the engine's batching key, and read by none of these pipelines: rows that step over different tables
+            # must not share a batch.
+            params["decode_timestep"] = [float(value) for value in knobs.tail]
         if self._boundary is not None:
             params["boundary_ratio"] = self._boundary
         if request.adapter in self._adapters:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImagePipeline
 
-from ..denoise import RolloutMixin, StepwiseMixin, stack_padded
+from ..denoise import RolloutMixin, stack_padded
 from ..lora_request import TensorLoRAMixin
+from ..stepwise import StepwiseMixin
 
 
 class _QwenImage(TensorLoRAMixin, QwenImagePipeline):

@@ -7,6 +7,7 @@ gives the sigmas here; and since the expert of a step is chosen by its timestep,
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,17 +23,24 @@ from ..lora_request import TensorLoRAMixin
 
 
 class _FolderScheduler:
-    """The sigma grid of a pipeline folder; steps are the rollout's, or plain Euler for people's requests."""
+    """The sigma grid of a pipeline folder; steps are the rollout's, or plain Euler for people's requests.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: of the scheduler.
+        thin: takes out of the tables what the rollout at hand does not step over.
+    """
+
+    def __init__(self, folder: Path, thin: Callable[[Any], None]) -> None:
         name = json.loads((folder / "scheduler_config.json").read_text())["_class_name"]
         self._source = getattr(diffusers, name).from_pretrained(folder)
         self.config = SimpleNamespace(num_train_timesteps=1000)
         self.sigmas = self.timesteps = torch.empty(0)
+        self._thin = thin
 
     def set_timesteps(self, num_steps: int, device: Any = None, **kwargs: Any) -> None:
         self.sigmas = from_diffusers(self._source, num_steps).sigmas
         self.timesteps = (self.sigmas[:-1] * 1000).to(device)
+        self._thin(self)
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, return_dict: bool = True, **kwargs: Any) -> Any:
         k = int((self.timesteps.cpu() - float(timestep)).abs().argmin())
@@ -46,7 +54,7 @@ class WanRolloutPipeline(RolloutMixin, TensorLoRAMixin, Wan22Pipeline):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.scheduler = _FolderScheduler(Path(self.od_config.model) / "scheduler")
+        self.scheduler = _FolderScheduler(Path(self.od_config.model) / "scheduler", self.thin)
         self._sample_solver = "euler"  # what the engine thinks it runs; another name would make it build its own again
 
     def encode_prompt(

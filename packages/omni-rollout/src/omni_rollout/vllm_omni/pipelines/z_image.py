@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -39,9 +39,15 @@ def _sizes_of(config: Any) -> Iterator[None]:
 
 
 class _AskingScheduler(FlowMatchEulerDiscreteScheduler):
-    """Steps as the rollout says while there is one."""
+    """Steps as the rollout says, and over the table that it says, while there is one."""
 
     rollout: Any = None
+
+    @wraps(FlowMatchEulerDiscreteScheduler.set_timesteps)  # the engine reads the signature
+    def set_timesteps(self, *args: Any, **kwargs: Any) -> None:
+        super().set_timesteps(*args, **kwargs)  # type: ignore[misc]
+        if self.rollout is not None:
+            self.rollout.thin(self)
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.rollout is None or self.rollout._batch is None:

@@ -1,0 +1,146 @@
+"""Solvers, shared noise, thinned tails and counted forwards: in the embedded backend, and in the engine's batch without it."""
+
+import pytest
+import torch
+from lora_sync import LoRAPayload, verify
+from omni_rollout.diffusers_backend import DiffusersBackend
+from omni_rollout.errors import RolloutConfigError
+from omni_rollout.vllm_omni.rollout_batch import Knobs, RolloutBatch
+from sde_samplers import flow_match, initial_noise, rollout, sample_generator, thin_tail
+from sde_samplers.solvers import SOLVER_ORDER
+
+SHAPE = (4, 6)
+
+
+@pytest.fixture(scope="module")
+def backend(tiny):
+    return DiffusersBackend.from_pretrained(tiny, max_batch_size=16)
+
+
+def velocity(x, sigma):
+    return torch.sin(2 * x) + sigma.view(-1, 1, 1)
+
+
+def knobs(number, **changes):
+    fields = {"seed": 3, "uid": f"u{number // 3}", "index": number % 3, "kind": "flow_sde", "noise_level": 0.7}
+    return Knobs(**{**fields, "window": (1, 2), **changes})
+
+
+def run(rows, steps=8):
+    """A batch through the steps that an engine would ask for."""
+    table = flow_match(steps, 3.0).sigmas
+    batch = RolloutBatch(rows)
+    batch.start(torch.empty(len(rows), *SHAPE))
+    batch.begin(table[batch.thinned(table)])
+    while batch.step < len(batch.sigmas) - 1:
+        batch.advance(velocity(batch.x, torch.full((len(rows),), batch.sigma())))
+    return [batch.result(i, 0) for i in range(len(rows))]
+
+
+def expected(row, steps=8):
+    """The same sample by sde_samplers alone."""
+    own = sample_generator(row.seed, row.uid, row.index)
+    start = initial_noise([own], SHAPE)
+    if row.shared_noise:
+        start = initial_noise([sample_generator(row.seed, row.uid, 0)], SHAPE)
+    schedule = flow_match(steps, 3.0)
+    if row.tail_ratio < 1:
+        schedule = thin_tail(schedule, row.window_end, row.tail_ratio)
+    return rollout(
+        velocity, start, schedule, kind=row.kind, noise_level=row.noise_level, window=row.window, generators=[own],
+        solver=row.solver, solver_steps="post" if row.tail_ratio < 1 else "all",
+    )  # fmt: skip
+
+
+def assert_equal(found, trajectory):
+    assert torch.allclose(found["final_latents"], trajectory.final[0], atol=2e-6)
+    assert found["schedule_hash"] == trajectory.schedule_hash
+    if trajectory.latents.shape[1]:
+        assert torch.allclose(found["latents"], trajectory.latents[0], atol=2e-6)
+        assert torch.allclose(found["log_probs"], trajectory.log_probs[0], atol=2e-6)
+
+
+def test_rows_with_different_solvers_share_a_batch_and_are_each_right():
+    rows = [
+        knobs(0), knobs(1, solver="dpm2"), knobs(2, solver="dpm3", window=(2, 5)),
+        knobs(3, kind="ode", window=(), solver="dpm2"), knobs(4, kind="ode", window=(), solver="dpm1"),
+        knobs(5, kind="flow_cps", noise_level=0.4, solver="dpm3", shared_noise=True), knobs(6, kind="ode", window=()),
+    ]  # fmt: skip
+    for row, found in zip(rows, run(rows), strict=True):
+        assert_equal(found, expected(row))
+    assert set(SOLVER_ORDER) == {"euler", "dpm1", "dpm2", "dpm3"}
+
+
+def test_flash_steps_over_the_thinned_table():
+    rows = [knobs(i, solver=solver, tail_ratio=0.5) for i, solver in enumerate(("dpm2", "euler", "dpm3"))]
+    for row, found in zip(rows, run(rows), strict=True):
+        assert len(found["sigmas"]) - 1 == 5  # three to the window's end, int(6 · 0.5) = 3 points behind it
+        assert_equal(found, expected(row))
+    with pytest.raises(RolloutConfigError, match="several sigma tables"):
+        run([knobs(0), knobs(1, tail_ratio=0.5)])
+
+
+def test_a_group_shares_its_start_but_not_its_step_noise():
+    own, shared = run([knobs(i) for i in range(4)]), run([knobs(i, shared_noise=True) for i in range(4)])
+    for i, (a, b) in enumerate(zip(own, shared, strict=True)):
+        assert torch.equal(a["final_latents"], b["final_latents"]) == (
+            i in (0, 3)
+        )  # sample 0 of each group is as it was
+    starts = [RolloutBatch([knobs(i, shared_noise=True)]).start(torch.empty(1, *SHAPE)) for i in range(4)]
+    assert torch.equal(starts[0], starts[1])
+    assert torch.equal(starts[0], starts[2])
+    assert not torch.equal(starts[0], starts[3])
+    # what the step added: next - mean, where the mean follows from the shared state alone
+    noises = [out["next_latents"][0] - out["latents"][0] for out in shared[:2]]
+    assert not torch.allclose(noises[0], noises[1], atol=0.1)
+
+
+def test_the_embedded_backend_uses_all_of_it(backend, make_request):
+    def draw(**changes):
+        return backend.generate([make_request(i, **changes) for i in range(4)])
+
+    nft, plain = draw(kind="ode", window=(), solver="dpm2")[0], draw(kind="ode", window=())[0]
+    cond = backend.encoder.encode([make_request().prompt], 512)
+    start = initial_noise([sample_generator(7, "u0", 0)], (16, 64))
+    alone = rollout(
+        lambda x, sigma: backend.spec.velocity(backend.transformer, x, sigma, cond, height=64, width=64),
+        start, backend._schedule(make_request()), kind="ode", solver="dpm2",
+    )  # fmt: skip
+    assert torch.allclose(nft.extra_fields["final_latents"], alone.final[0], atol=1e-5)
+    assert (nft.extra_fields["final_latents"] - plain.extra_fields["final_latents"]).abs().max() > 0.1
+    same = draw(kind="ode", window=(), shared_noise=True)
+    pictures = {o.diffusion_output.numpy().tobytes() for o in same}
+    assert len(pictures) == 1  # one start and no other noise
+    assert len({o.diffusion_output.numpy().tobytes() for o in draw(shared_noise=True)}) == 4
+    flash = draw(window=(0, 1), num_inference_steps=12, tail_ratio=0.4, solver="dpm2")[0].extra_fields
+    assert (len(flash["sigmas"]) - 1, flash["forwards"]) == (5, 5.0)
+    assert torch.equal(flash["latents"], draw(window=(0, 1), num_inference_steps=12)[0].extra_fields["latents"])
+
+
+@pytest.mark.parametrize(("changes", "forwards"), [({}, 6.0), ({"true_cfg_scale": 3.0, "negative_prompt": " "}, 12.0)])
+def test_forwards_are_counted(backend, make_request, changes, forwards):
+    outputs = backend.generate([make_request(i, **changes) for i in range(3)])
+    assert [o.extra_fields["forwards"] for o in outputs] == [forwards] * 3
+    assert not backend.transformer._forward_pre_hooks  # a trainer that shares the module is not counted
+
+
+def test_two_adapters_of_one_version(tiny, make_request):
+    backend = DiffusersBackend.from_pretrained(tiny)
+    base = backend.generate([make_request()])[0].extra_fields["final_latents"]
+    generator = torch.Generator().manual_seed(0)
+
+    def payload():
+        tensors = {}
+        for part, shape in (("A", (4, 128)), ("B", (128, 4))):
+            for module in ("transformer_blocks.0.attn.to_q", "transformer_blocks.2.attn.to_k"):
+                tensors[f"{module}.lora_{part}.weight"] = torch.randn(shape, generator=generator)
+        return LoRAPayload.build(tensors, alphas=8.0, version=5)
+
+    for adapter in ("default", "old"):
+        sent = payload()
+        verify(sent, backend.update_lora(sent, adapter))
+    outputs = [backend.generate([make_request(adapter=name)])[0] for name in ("default", "old", "reference")]
+    assert [o.extra_fields["policy_version"] for o in outputs] == [5, 5, 5]
+    finals = [o.extra_fields["final_latents"] for o in outputs]
+    assert torch.equal(finals[2], base)
+    assert min((a - b).abs().max() for a, b in ((finals[0], base), (finals[1], base), (finals[0], finals[1]))) > 1e-3
