@@ -12,19 +12,19 @@ from ray_trainer.config import RunConfig
 def _train(config: RunConfig) -> int:
     from ray_trainer.cluster import ray_session
 
-    from dpo_online.trainer import RayOnlineDPOTrainer
+    from dpo_online.trainer import make_trainer
 
     with ray_session(config.ray):
-        RayOnlineDPOTrainer(config).fit()
+        make_trainer(config).fit()
     return 0
 
 
 APP = App(
     name="dpo-online",
-    summary="forward-process RL for diffusion models (online Diffusion-DPO)",
+    summary="forward-process RL for diffusion models (online Diffusion-DPO, DiffusionNFT, AWM)",
     recipes=Path(str(files("dpo_online") / "recipes")),
     default="tiny_dpo",
-    losses=("dpo",),
+    losses=("dpo", "diffusion_nft", "awm"),
     train=_train,
 )
 

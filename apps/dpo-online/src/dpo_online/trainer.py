@@ -1,19 +1,30 @@
-"""Online Diffusion-DPO (arXiv 2311.12908 in its flow form) as a hook on the shared loop.
+"""Forward-process RL as hooks on the shared loop: online Diffusion-DPO, DiffusionNFT and AWM.
 
-Each step samples fresh pictures by the plain ODE, makes preference pairs within every prompt's group, and moves the policy's
-denoising error on the better one below that on the worse one, both measured against the base policy (the adapter off) at the same
-noise and the same noise level. No trajectory and no log-prob is needed.
+Each step samples fresh pictures by a plain ODE solver and scores them; no trajectory and no log-prob of the sampler is needed.
+The update noises the clean latents again and looks at the velocity there:
+
+* DPO (arXiv 2311.12908, flow form): of each pair of one prompt, the policy's denoising error on the better picture shall fall
+  below that on the worse one, both measured against the reference at the same noise and noise level.
+* DiffusionNFT (arXiv 2509.16117): the better a picture, the more an implicit positive policy is pulled to it, and the worse,
+  the more a negative one; samples come from a slowly following `old` policy.
+* AWM (arXiv 2509.25050): the clipped surrogate of policy gradients, on the ratio of denoising errors in place of log-probs.
 """
 
 from __future__ import annotations
 
-from diffusion_losses import make_pairs
-from ray_trainer.trainer import Metrics, RayDiffusionTrainer
+import torch
+from diffusion_losses import group_advantages, make_pairs
+from ray_trainer import schema
+from ray_trainer.config import RunConfig
+from ray_trainer.step_metrics import Metrics
+from ray_trainer.trainer import RayDiffusionTrainer
 from tensordict import TensorDict
 
 
 class RayOnlineDPOTrainer(RayDiffusionTrainer):
     """Rollout → rewards → pairs per `uid` → update."""
+
+    rows_together = 2
 
     def prepare_update(self, batch: TensorDict, step: int) -> tuple[TensorDict, Metrics]:
         """Rows winner, loser, winner, loser, …; ties and groups without a preference are skipped and counted."""
@@ -25,3 +36,21 @@ class RayOnlineDPOTrainer(RayDiffusionTrainer):
         gaps = batch["rm_scores"][pairs.winner, 0] - batch["rm_scores"][pairs.loser, 0]
         metrics["pairs/reward_gap"] = float(gaps.mean()) if len(gaps) else 0.0
         return batch[pairs.interleaved()], metrics
+
+
+class RayForwardProcessTrainer(RayDiffusionTrainer):
+    """Rollout → rewards → advantages → update: DiffusionNFT and AWM."""
+
+    def prepare_update(self, batch: TensorDict, step: int) -> tuple[TensorDict, Metrics]:
+        """`advantages` [B, 1] within each prompt. Samples that say nothing (all of a group equal, no score) are left out."""
+        result = group_advantages(batch["rm_scores"][:, 0], list(batch["uid"]), **self.advantage_options())
+        batch["advantages"] = result.advantages.to(torch.float32)[:, None]
+        batch = batch[result.mask]
+        schema.check(batch, ("final_latents", "advantages"), "compute_advantage")
+        return batch, {name: float(value) for name, value in result.metrics.items()}
+
+
+def make_trainer(config: RunConfig) -> RayDiffusionTrainer:
+    """The trainer of the config's loss."""
+    pairs = config.actor.diffusion_loss.loss_mode == "dpo"
+    return RayOnlineDPOTrainer(config) if pairs else RayForwardProcessTrainer(config)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from diffusion_losses import group_advantages
 from ray_trainer import schema
-from ray_trainer.trainer import Metrics, RayDiffusionTrainer
+from ray_trainer.step_metrics import Metrics
+from ray_trainer.trainer import RayDiffusionTrainer
 from tensordict import TensorDict
 
 
@@ -20,6 +21,7 @@ class RayFlowGRPOTrainer(RayDiffusionTrainer):
     def prepare_update(self, batch: TensorDict, step: int) -> tuple[TensorDict, Metrics]:
         """Old log-probs, reference means where a KL needs them, and advantages."""
         schema.check(batch, schema.TRAJECTORY, "rollout")
+        batch = choose_steps(batch, self.config.algorithm.step_fraction, self.config.trainer.seed, step)
         batch = self.compute_old_log_prob(batch)
         batch = self.compute_ref_log_prob(batch)
         batch, metrics = self.compute_advantage(batch)
@@ -48,15 +50,27 @@ class RayFlowGRPOTrainer(RayDiffusionTrainer):
 
     def compute_advantage(self, batch: TensorDict) -> tuple[TensorDict, Metrics]:
         """`advantages` [B, W]: the reward of a sample against its own prompt's group, grouped by `uid`."""
-        algorithm = self.config.algorithm
-        result = group_advantages(
-            batch["rm_scores"][:, 0],
-            list(batch["uid"]),
-            std=algorithm.advantage_std,
-            ddof=algorithm.advantage_ddof,
-            eps=algorithm.advantage_eps,
-            clip=self.config.actor.diffusion_loss.adv_clip_max,
-        )
+        result = group_advantages(batch["rm_scores"][:, 0], list(batch["uid"]), **self.advantage_options())
         window = batch["latents"].shape[1]
         batch["advantages"] = result.advantages.to(torch.float32)[:, None].expand(-1, window).contiguous()
         return batch, {name: float(value) for name, value in result.metrics.items()}
+
+
+def choose_steps(batch: TensorDict, fraction: float, seed: int, step: int) -> TensorDict:
+    """Keep `fraction` of every sample's window, drawn for each sample on its own (DanceGRPO, arXiv 2505.07818).
+
+    Args:
+        batch: with the keys of a trajectory [B, W, …].
+        fraction: share of W, rounded down, at least one step.
+        seed, step: of the run and the training step; the choice depends on nothing else.
+    """
+    rows, window = batch["step_index"].shape
+    kept = max(int(window * fraction), 1)
+    if kept == window:
+        return batch
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    chosen = torch.rand(rows, window, generator=generator).argsort(dim=1)[:, :kept].sort(dim=1).values
+    batch = batch.copy()
+    for key in schema.TRAJECTORY:
+        batch[key] = batch[key][torch.arange(rows)[:, None], chosen]
+    return batch

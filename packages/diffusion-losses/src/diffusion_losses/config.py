@@ -104,6 +104,8 @@ class DiffusionLossConfig:
     # "adaptive" is what both public codes run: error over its own detached size, times adv_clip_max / beta.
     # "theorem" is the unweighted loss for which the paper proves v* = v_old + (2 / beta) Delta.
     nft_form: str = "adaptive"
+    # False leaves the negative policy out (only r P is trained): the paper's ablation, not its method.
+    nft_negative: bool = True
 
     dpo_loss: str = "sigmoid"
     # "interleaved" (w0, l0, w1, l1, ...; verl-omni) survives being cut into micro-batches of even size;

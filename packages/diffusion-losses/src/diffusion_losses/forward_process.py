@@ -84,13 +84,14 @@ def nft_terms(
     beta: float,
     weight_min: float = 1e-5,
     form: str = "adaptive",
+    negative_branch: bool = True,
 ) -> NFTTerms:
     """DiffusionNFT's contrastive errors.
 
     v+ = beta v + (1 - beta) v_old and v- = (1 + beta) v_old - beta v are read out as clean latents x_t - t v+-;
     their squared errors are P and N, and mixed = r P + (1 - r) N. form="adaptive" divides P and N by the detached
     mean absolute error of their read-out (float64, floored at `weight_min`) and the mixture by beta, as both public
-    codes do; "theorem" leaves all of that out.
+    codes do; "theorem" leaves all of that out. negative_branch=False drops (1 - r) N, as the paper's ablation does.
 
     velocity, old_velocity, x0, x_t: step shape + D...; sigma, probability: the step shape. Velocities are mixed in
     the dtype in which they are given, as the public codes do: hand in float32 to have float32. Raises `LossError`
@@ -111,7 +112,9 @@ def nft_terms(
             error = error / size.clamp(min=weight_min).to(error.dtype)
         errors.append(error)
     positive, negative = errors
-    mixed = probability * positive + (1.0 - probability) * negative
+    mixed = probability * positive
+    if negative_branch:
+        mixed = mixed + (1.0 - probability) * negative
     return NFTTerms(positive, negative, mixed / beta if form == "adaptive" else mixed)
 
 
@@ -190,6 +193,7 @@ def nft_loss(config: DiffusionLossConfig, model_output: Source, data: Source) ->
         beta=config.mix_beta,
         weight_min=config.adaptive_weight_min,
         form=config.nft_form,
+        negative_branch=config.nft_negative,
     )
     refuse_non_finite(batch.mask, velocity_error=terms.mixed)
     policy = terms.mixed * config.adv_clip_max if config.nft_form == "adaptive" else terms.mixed

@@ -17,12 +17,14 @@ from fsdp_diffusers_engine.config import DiffusionModelConfig, FSDPDiffusionActo
 from omni_rollout.config import DiffusionRolloutConfig
 
 from ray_trainer.errors import TrainerError
+from ray_trainer.prompts import resolve
 
 __all__ = [
     "AlgorithmConfig",
     "DataConfig",
     "DiffusionLossConfig",
     "LoopConfig",
+    "OldPolicyConfig",
     "RayConfig",
     "RewardConfig",
     "RunConfig",
@@ -64,6 +66,26 @@ class RewardConfig:
 
 
 @dataclass
+class OldPolicyConfig:
+    """How the policy state `old` follows the trained one: old ← d·old + (1 - d)·new, with
+    d = decay_rate·(n - decay_start) held within 0 and decay_max, n the optimizer steps so far.
+
+    Read when `model.policy_state_adapters` holds `old`. DiffusionNFT's published schedules are (rate 0), a plain copy;
+    (start 0, rate .001, max .5); and (start 75, rate .0075, max .999).
+    """
+
+    update_every: int = 1
+    """Training steps between two refreshes."""
+    decay_start: int = 0
+    decay_rate: float = 0.0
+    decay_max: float = 0.0
+
+    def decay(self, optimizer_steps: int) -> float:
+        """d after this many optimizer steps."""
+        return min(max(self.decay_rate * (optimizer_steps - self.decay_start), 0.0), self.decay_max)
+
+
+@dataclass
 class AlgorithmConfig:
     """From rewards to the numbers that the loss sees."""
 
@@ -77,6 +99,9 @@ class AlgorithmConfig:
     """Preference pairs of one prompt: best_worst or all (dpo)."""
     pair_margin: float = 0.0
     """Pairs whose rewards differ by no more than this are skipped and counted (dpo)."""
+    step_fraction: float = 1.0
+    """Share of the window's steps that a sample trains, chosen anew for each; DanceGRPO trains 0.6 of them."""
+    old_policy: OldPolicyConfig = field(default_factory=OldPolicyConfig)
 
 
 @dataclass
@@ -125,6 +150,16 @@ class RunConfig:
     trainer: LoopConfig = field(default_factory=LoopConfig)
     ray: RayConfig = field(default_factory=RayConfig)
 
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the trainers sample with their own weights; else replicas in other processes do."""
+        return self.rollout.backend == "diffusers" and self.rollout.num_replicas == 1
+
+    @property
+    def sampling_adapters(self) -> tuple[str, ...]:
+        """Policy states that samplers need: `default` validates, `rollout.rollout_adapter` draws what is trained on."""
+        return tuple(dict.fromkeys(n for n in ("default", self.rollout.rollout_adapter) if n != "reference"))
+
 
 def _known_keys(schema: type, prefix: str = "") -> list[str]:
     hints = get_type_hints(schema)
@@ -164,8 +199,27 @@ def _refuse_unknown(node: Any, schema: type, source: str, prefix: str = "") -> N
             _refuse_unknown(value, kind, source, f"{prefix}{key}.")
 
 
+def _load_recipe(file: Path) -> Any:
+    """A recipe over the one that it names under `base` (`builtin:NAME`, or a file beside it), each checked by itself."""
+    from omegaconf import DictConfig, OmegaConf
+
+    recipe = OmegaConf.load(file)
+    if not isinstance(recipe, DictConfig):
+        raise TrainerError(f"recipe {str(file)!r} is not a mapping of config keys; see --help for an example")
+    base = recipe.pop("base", None)
+    _refuse_unknown(OmegaConf.to_container(recipe, resolve=False), RunConfig, f"recipe {file.name}")
+    if base is None:
+        return recipe
+    below = file.parent / resolve("recipes", str(base))
+    if not below.is_file():
+        raise TrainerError(f"recipe {file.name} is based on {base!r}, and there is no file {below}")
+    if below.resolve() == file.resolve():
+        raise TrainerError(f"recipe {file.name} names itself as its base")
+    return OmegaConf.merge(_load_recipe(below), recipe)
+
+
 def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
-    """Defaults < recipe file < overrides, checked against the schema.
+    """Defaults < recipe file (over its base) < overrides, checked against the schema.
 
     Args:
         app: name of the program, stored in the config.
@@ -175,19 +229,14 @@ def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
     Raises:
         TrainerError: an unknown key (the nearest one is named), a value of the wrong type, or a file that is no YAML mapping.
     """
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     try:
-        recipe = OmegaConf.load(recipe_file)
-        if not isinstance(recipe, DictConfig):
-            raise TrainerError(
-                f"recipe {str(recipe_file)!r} is not a mapping of config keys; see --help for an example"
-            )
+        recipe = _load_recipe(recipe_file)
         given = OmegaConf.from_dotlist(overrides)
-        for node, source in ((recipe, f"recipe {recipe_file.name}"), (given, "the command line")):
-            _refuse_unknown(OmegaConf.to_container(node, resolve=False), RunConfig, source)
+        _refuse_unknown(OmegaConf.to_container(given, resolve=False), RunConfig, "the command line")
         # One place for each fact: the engine's config holds the model too, and gets it from here.
         fixed = {"app": app, "recipe": recipe_file.stem, "actor": {"model_config": "${model}"}}
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), recipe, given, fixed)
@@ -207,9 +256,11 @@ def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
 
 
 def updates_per_step(config: RunConfig) -> int:
-    """Optimizer steps of one training step of a policy-gradient run."""
-    samples = config.data.prompts_per_step * config.rollout.n
-    return -(-samples // config.actor.ppo_mini_batch_size) * config.actor.ppo_epochs
+    """Optimizer steps of one training step when every row is trained on: equal rewards and ties leave fewer rows."""
+    rows = config.data.prompts_per_step * config.rollout.n
+    if config.actor.diffusion_loss.loss_mode == "dpo" and config.algorithm.pair_mode == "best_worst":
+        rows = 2 * config.data.prompts_per_step
+    return -(-rows // config.actor.ppo_mini_batch_size) * config.actor.ppo_epochs
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from fsdp_diffusers_engine.metrics import reduce_metrics
 from omni_rollout.batching import plan_batches
 from omni_rollout.types import DiffusionOutput, GenerationRequest
@@ -34,6 +35,7 @@ class WorkerGroup:
                 f"trainer.num_workers={self.size} needs {self.size} GPUs and Ray sees {gpus}; ask for {gpus} or fewer, or "
                 "set actor.fsdp_config.device=cpu"
             )
+        self.gpus = self.size if use_gpu else 0
         actor = ray.remote(ActorRolloutRefWorker).options(num_gpus=int(use_gpu), num_cpus=0.5)
         self.actors: list[Any] = [actor.remote(config, rank=rank, world_size=self.size) for rank in range(self.size)]
         try:
@@ -53,17 +55,33 @@ class WorkerGroup:
         """Split the rows over the workers, call, and put the answers together again."""
         return TensorDict.cat(self._scatter(method, batch))
 
-    def update_actor(self, batch: TensorDict, step: int) -> dict[str, float]:
-        """Optimizer steps on every worker with its share of the rows."""
-        return reduce_metrics(self._scatter("update_actor", batch, step))
+    def update_actor(self, batch: TensorDict, step: int, unit: int = 1) -> dict[str, float]:
+        """Optimizer steps on every worker with its share of the rows; `unit` rows belong together."""
+        return reduce_metrics(self._scatter("update_actor", fill_up(batch, unit * self.size), step))
 
     def _scatter(self, method: str, batch: TensorDict, *args: Any) -> list[Any]:
         parts = batch.split(len(batch) // self.size, dim=0)
         return self._ray.get([getattr(a, method).remote(p, *args) for a, p in zip(self.actors, parts, strict=True)])
 
     def update_weights(self, step: int) -> dict[str, float]:
-        """Sync every sampler; the metrics of the first."""
+        """Sync every sampler that shares its weights; the metrics of the first."""
         return self.call("update_weights", step)[0]
+
+    def lora_payload(self, adapter: str, version: int) -> Any:
+        """The adapter, gathered from all workers."""
+        return self.call("lora_payload", adapter, version)[0]
+
+    def refresh_old_policy(self, step: int) -> dict[str, float]:
+        """See `ActorRolloutRefWorker.refresh_old_policy`."""
+        return self.call("refresh_old_policy", step)[0]
+
+    def take_forwards(self) -> dict[str, float]:
+        """Transformer rows per sample that scoring spent since the last call."""
+        return self.call("take_forwards")[0]
+
+    def gpu_places(self) -> list[tuple[str, str]]:
+        """(Ray node, GPU) of every GPU that a worker holds."""
+        return [place for places in self.call("gpu_places") for place in places]
 
     def rollout_handles(self) -> list[Any]:
         """What replicas talk to, one handle for each set of weights: a sharded module is one set."""
@@ -77,6 +95,19 @@ class WorkerGroup:
         """End the processes."""
         for actor in self.actors:
             self._ray.kill(actor)
+
+
+def fill_up(batch: TensorDict, multiple: int) -> TensorDict:
+    """The batch with rows repeated from its start until its length divides; the repetitions are masked out of the loss."""
+    missing = -len(batch) % multiple
+    if not missing:
+        return batch
+    batch = batch.copy()
+    if "mask" not in batch.keys():  # noqa: SIM118 - `in` on a TensorDict means something else
+        batch["mask"] = torch.ones(len(batch), dtype=torch.bool)
+    extra = batch[torch.arange(missing) % len(batch)]
+    extra["mask"] = torch.zeros_like(extra["mask"])
+    return TensorDict.cat([batch, extra])
 
 
 class LockstepHandle:

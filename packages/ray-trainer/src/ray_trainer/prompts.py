@@ -26,11 +26,12 @@ class Prompt:
 
 
 def builtin(kind: str, name: str) -> Path:
-    """Path of a shipped asset. `kind` is "prompts" or "models"; an unknown name is an error that lists the known ones."""
+    """Path of a shipped asset. `kind` is "prompts", "models" or "recipes"; an unknown name raises, with the known ones."""
     root = Path(str(files("ray_trainer") / "assets"))
     path, known = {
         "prompts": (root / "prompts" / f"{name}.jsonl", [p.stem for p in (root / "prompts").glob("*.jsonl")]),
         "models": (root / name, [p.parent.name for p in root.glob("*/model_index.json")]),
+        "recipes": (root / "recipes" / f"{name}.yaml", [p.stem for p in (root / "recipes").glob("*.yaml")]),
     }[kind]
     if not path.exists():
         raise TrainerError(f"there is no built-in {name!r} among the {kind}: known are {sorted(known)}")
@@ -38,8 +39,15 @@ def builtin(kind: str, name: str) -> Path:
 
 
 def resolve(kind: str, location: str) -> str:
-    """A path for `builtin:NAME`, anything else unchanged."""
-    return str(builtin(kind, location.removeprefix("builtin:"))) if location.startswith("builtin:") else location
+    """The path of "prompts" or "models": of a shipped asset for `builtin:NAME`, for a model's Hub id the folder in the local
+    cache, where it is downloaded to when it is not there (`models.locate` looks without downloading), else `location` itself."""
+    if location.startswith("builtin:"):
+        return str(builtin(kind, location.removeprefix("builtin:")))
+    if kind == "models":
+        from ray_trainer.models import fetch
+
+        return str(fetch(location))
+    return location
 
 
 def load_prompts(location: str) -> list[Prompt]:

@@ -1,6 +1,6 @@
 """The driver's side of sampling: replicas, router, agent loop and reward pool, put together once.
 
-rows → agent loop (one task a sample) → router → replica → backend in a worker
+rows → agent loop (one task a sample) → router → replica → backend in a worker or an engine
                    └→ reward pool, the moment a sample is finished
 """
 
@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from image_rewards import RewardSample
 from image_rewards.loop import RewardLoopManager
-from omni_rollout import DiffusersReplica, DiffusionAgentLoopWorker, Router
+from omni_rollout import DiffusionAgentLoopWorker
 from tensordict import NonTensorStack, TensorDict
 
 from ray_trainer.config import RunConfig
 from ray_trainer.prompts import Prompt
+from ray_trainer.samplers import Sampler
 
-if TYPE_CHECKING:
-    from ray_trainer.group import WorkerGroup
+_FAULTS = ("retried", "errors", "timeouts", "deaths", "restarts", "failed")
 
 
 class Rollouts:
@@ -29,11 +29,11 @@ class Rollouts:
 
     Args:
         config: of the run.
-        workers: hold the policy that samples.
+        sampler: draws.
     """
 
-    def __init__(self, config: RunConfig, workers: WorkerGroup):
-        self.config = config
+    def __init__(self, config: RunConfig, sampler: Sampler):
+        self.config, self.sampler = config, sampler
         reward = config.reward
         self.rewards = RewardLoopManager(
             reward.name,
@@ -47,9 +47,8 @@ class Rollouts:
             concurrency=reward.concurrency,
             batch_size=reward.batch_size,
         )
-        replicas = [DiffusersReplica(handle, config.rollout.max_batch_size) for handle in workers.rollout_handles()]
-        self.router = Router(replicas, config.rollout.router)
-        self.agent_loop = DiffusionAgentLoopWorker(config.rollout, self.router, self._reward)
+        self.agent_loop = DiffusionAgentLoopWorker(config.rollout, sampler.router, self._reward)
+        self._faults: dict[str, float] = {}
 
     async def _reward(
         self, image: np.ndarray, prompt: str, metadata: Mapping[str, Any], uid: str, index: int
@@ -100,6 +99,13 @@ class Rollouts:
             values = [row[name] for row in batch["reward_components"] if name in row]
             metrics[f"reward/{name}_mean"] = sum(values) / len(values) if values else math.nan
         return metrics
+
+    def fault_metrics(self) -> dict[str, float]:
+        """Requests that failed, were repeated or timed out, and replicas that died or came back, since the last call."""
+        seen = {name: self.sampler.router.metrics()[f"rollout/{name}"] for name in _FAULTS}
+        new = {f"rollout/{name}": count - self._faults.get(name, 0.0) for name, count in seen.items()}
+        self._faults = seen
+        return new
 
     def close(self) -> None:
         """End the reward pool."""

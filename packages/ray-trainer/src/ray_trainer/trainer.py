@@ -1,6 +1,6 @@
 """The one step loop of every program here. An algorithm is a subclass with one hook.
 
-    prompts → rollout (rewards asked for sample by sample) → prepare_update (hook) → optimizer steps → sync → metrics row
+    prompts → rollout (rewards asked for sample by sample) → prepare_update (hook) → optimizer steps → old policy → sync → row
 
 `prepare_update` turns scored samples into what the engine trains on. Everything
 else (validation, checkpoints, resume, failure, report) is here, once.
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 from tensordict import TensorDict
 
@@ -38,8 +38,8 @@ from ray_trainer.report import (
 )
 from ray_trainer.rollouts import Rollouts
 from ray_trainer.run_dir import open_run_dir
-
-Metrics = dict[str, float]
+from ray_trainer.samplers import open_sampler
+from ray_trainer.step_metrics import Clock, Metrics, forwards_per_sample
 
 
 class RayDiffusionTrainer(ABC):
@@ -76,12 +76,14 @@ class RayDiffusionTrainer(ABC):
             # Workers first: what they refuse is refused before anything is written.
             self.workers = WorkerGroup(self.config)
             stack.callback(self.workers.close)
-            self.rollouts = Rollouts(self.config, self.workers)
+            self._runner = stack.enter_context(asyncio.Runner())
+            self.sampler = self._runner.run(open_sampler(self.config, self.workers))
+            stack.callback(lambda: self._runner.run(self.sampler.close()))
+            self.rollouts = Rollouts(self.config, self.sampler)
             stack.callback(self.rollouts.close)
             self.run = open_run_dir(loop.run_dir, loop.on_existing, to_yaml(self.config))
             save_environment(self.run.path, self.workers.call("describe")[0])
             stop = stack.enter_context(StopRequest())
-            self._runner = stack.enter_context(asyncio.Runner())
             self._fit(stop)
 
     def _fit(self, stop: StopRequest) -> None:
@@ -115,7 +117,7 @@ class RayDiffusionTrainer(ABC):
             truncate_validations(self.run.path, done)
             self.echo(f"resuming {self.run.path} after step {done}")
         # The first sync: no sample is drawn before the sampler has proved that it holds the trainer's weights.
-        self.workers.update_weights(done or 0)
+        self.sync(done or 0)
         return done or 0
 
     def _guarded(self, step: int, work: Callable[[], None]) -> None:
@@ -141,13 +143,16 @@ class RayDiffusionTrainer(ABC):
         batch = self.generate_sequence(self.prompts.at(step), step)
         clock.lap("time/rollout")
         metrics = self.compute_rm_score(batch)
+        self._runner.run(self.sampler.leave_gpu())
         data, prepared = self.prepare_update(batch, step)
         clock.lap("time/prepare")
         self._updated = step + 1
-        metrics |= prepared | self.update_actor(data, step)
+        metrics |= prepared | self.update_actor(data, step) | self.workers.refresh_old_policy(step)
+        metrics |= self.workers.take_forwards()
+        metrics["forwards/per_sample"] = forwards_per_sample(metrics, trained_share=len(data) / len(batch))
         clock.lap("time/update")
         self._warn_about_noise(metrics)
-        metrics |= self.workers.update_weights(step + 1)
+        metrics |= self.sync(step + 1)
         clock.lap("time/sync")
         done, loop = step + 1, self.config.trainer
         if done == loop.total_steps or (loop.val_every and done % loop.val_every == 0):
@@ -197,13 +202,33 @@ class RayDiffusionTrainer(ABC):
     def compute_rm_score(self, batch: TensorDict) -> Metrics:
         """Check and describe the scores. They were asked for sample by sample while the others were still being drawn."""
         schema.check(batch, schema.ROLLOUT, "rollout and reward")
-        return self.rollouts.score_metrics(batch)
+        metrics = self.rollouts.score_metrics(batch) | self.rollouts.fault_metrics()
+        if "forwards" in batch.keys():  # noqa: SIM118 - `in` on a TensorDict means something else
+            metrics["forwards/rollout"] = float(batch["forwards"].mean())
+        return metrics
+
+    def advantage_options(self) -> dict[str, Any]:
+        """How `diffusion_losses.group_advantages` normalises, from the config."""
+        algorithm = self.config.algorithm
+        return {
+            "std": algorithm.advantage_std,
+            "ddof": algorithm.advantage_ddof,
+            "eps": algorithm.advantage_eps,
+            "clip": self.config.actor.diffusion_loss.adv_clip_max,
+        }
+
+    rows_together = 1
+    """Neighbouring rows of an update that must not be separated: 2 for preference pairs."""
 
     def update_actor(self, data: TensorDict, step: int) -> Metrics:
         """The optimizer steps of one training step, on every worker. A step with nothing to learn from changes nothing."""
         if len(data) == 0:
             return {"actor/skipped_updates": 1.0}
-        return self.workers.update_actor(data, step)
+        return self.workers.update_actor(data, step, self.rows_together)
+
+    def sync(self, version: int) -> Metrics:
+        """The trained adapters to every sampler; a receipt that does not match stops the run."""
+        return self._runner.run(self.sampler.sync(version))
 
     # ---- validation, checkpoints, end ------------------------------------------------------------------------------------
 
@@ -259,20 +284,3 @@ class RayDiffusionTrainer(ABC):
                 f"{gain.mean:+.3f} ± {gain.stderr:.3f}{errors}"
             )
         return [*lines, ""]
-
-
-class Clock:
-    """Seconds of consecutive phases."""
-
-    def __init__(self) -> None:
-        self.start = self.last = time.perf_counter()
-        self.laps: Metrics = {}
-
-    def lap(self, name: str) -> None:
-        """Close the running phase under `name`."""
-        now = time.perf_counter()
-        self.laps[name], self.last = now - self.last, now
-
-    def total(self) -> float:
-        """Seconds since the start."""
-        return time.perf_counter() - self.start

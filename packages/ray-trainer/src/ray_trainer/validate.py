@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from importlib.util import find_spec
+
+from fsdp_diffusers_engine.config import DiffusionModelConfig
 
 from ray_trainer.config import RunConfig, updates_per_step
 from ray_trainer.errors import TrainerError
-from ray_trainer.prompts import Prompt, PromptSampler, load_prompts, resolve
+from ray_trainer.models import ARCHITECTURES, locate, pipeline_class, read_index
+from ray_trainer.prompts import Prompt, PromptSampler, load_prompts
 from ray_trainer.run_dir import check_run_dir
 
 
-def _check_model(location: str) -> str:
-    """The pipeline class of a model folder."""
-    folder = Path(resolve("models", location))
+def _check_model(model: DiffusionModelConfig) -> tuple[str, list[str]]:
+    """The pipeline class of a model, and what to say about it beforehand. Nothing is downloaded here."""
+    location, named = model.path, None if model.architecture is None else pipeline_class(model.architecture)
+    folder = locate(location)
+    if folder is None:
+        if named is None:
+            raise TrainerError(
+                f"model.path={location!r} is neither a folder nor, as a Hugging Face Hub id, in the local cache; correct "
+                f"it, or set model.architecture ({', '.join(ARCHITECTURES)}) to have it downloaded when training starts"
+            )
+        return named, [f"model {location} is not on this machine; it will be downloaded when training starts"]
     index = folder / "model_index.json"
     if not index.is_file():
         raise TrainerError(
             f"model.path={location!r} holds no diffusers pipeline (no {index}); give the folder that "
-            "DiffusionPipeline.save_pretrained wrote, or builtin:tiny_qwen_image"
+            "DiffusionPipeline.save_pretrained wrote, a Hugging Face Hub id, or builtin:tiny_qwen_image"
         )
-    try:
-        pipeline = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
-    except (json.JSONDecodeError, KeyError) as error:
-        raise TrainerError(f"{index} is no pipeline index ({error!r}); save the pipeline again") from error
+    pipeline = str(read_index(folder)["_class_name"])
     missing = [part for part in ("transformer", "vae") if not (folder / part / "config.json").is_file()]
     if missing:
         raise TrainerError(
             f"model.path={location!r} lacks {', '.join(missing)}/config.json; copy the whole pipeline folder"
         )
-    return str(pipeline)
+    if named not in (None, pipeline):
+        raise TrainerError(
+            f"model.architecture={model.architecture!r} means {named}, but model.path={location!r} is a {pipeline}; "
+            "change one of them"
+        )
+    return pipeline, []
 
 
 def _check_reward(config: RunConfig, prompts: dict[str, list[Prompt]]) -> None:
@@ -57,6 +69,28 @@ def _check_reward(config: RunConfig, prompts: dict[str, list[Prompt]]) -> None:
         raise TrainerError(f"reward {name!r} with options {options!r}: {' '.join(lines[:2])}") from error
 
 
+def _check_policy_states(config: RunConfig) -> None:
+    """The old policy: kept where somebody reads it, with numbers that make sense."""
+    states, old = config.model.policy_state_adapters, config.algorithm.old_policy
+    for key, name in (
+        ("rollout.rollout_adapter", config.rollout.rollout_adapter),
+        ("actor.forward_process.reference_state", config.actor.forward_process.reference_state),
+    ):
+        _require(
+            name == "reference" or name in states,
+            f"{key}={name!r} is no policy state of this run ({', '.join(states)}); add it to model.policy_state_adapters",
+        )
+    _require(old.update_every >= 1, f"algorithm.old_policy.update_every={old.update_every} must be at least 1")
+    _require(
+        old.decay_rate >= 0 and 0 <= old.decay_max <= 1,
+        f"algorithm.old_policy needs decay_rate >= 0 and decay_max in 0 … 1, not {old.decay_rate} and {old.decay_max}",
+    )
+    _require(
+        0 < config.algorithm.step_fraction <= 1,
+        f"algorithm.step_fraction={config.algorithm.step_fraction} must lie above 0 and be at most 1",
+    )
+
+
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise TrainerError(message)
@@ -72,7 +106,7 @@ def validate_config(config: RunConfig) -> list[str]:
         TrainerError: the first thing that cannot work, with the key, its value and what to change.
     """
     r, t, d, a = config.rollout, config.trainer, config.data, config.actor
-    pipeline = _check_model(config.model.path)
+    pipeline, notes = _check_model(config.model)
     train, val = load_prompts(d.train_file), load_prompts(d.val_file)
     PromptSampler(train, d.prompts_per_step, t.seed)
     _check_reward(config, {d.train_file: train, d.val_file: val})
@@ -91,15 +125,12 @@ def validate_config(config: RunConfig) -> list[str]:
         config.reward.policy in ("required", "skip", "value"),
         f"reward.policy={config.reward.policy!r} must be required, skip or value",
     )
+    _require(
+        r.backend == "diffusers" or find_spec("vllm_omni") is not None,
+        f"rollout.backend={r.backend!r} needs vLLM-Omni: uv sync --extra vllm, or pip install 'omni-rollout[vllm]'",
+    )
+    _check_policy_states(config)
     # What other parts can do and the loop cannot yet: refused, never ignored.
-    _require(
-        r.backend == "diffusers",
-        f"rollout.backend={r.backend!r} is not connected to the loop yet; use diffusers (the engine runs alone in omni-rollout)",
-    )
-    _require(
-        r.num_replicas == 1,
-        f"rollout.num_replicas={r.num_replicas} needs engines of their own; the diffusers backend has 1",
-    )
     _require(
         config.model.lora_rank >= 1,
         f"model.lora_rank={config.model.lora_rank}: the loop trains a LoRA; full fine-tuning is in fsdp-diffusers-engine so far",
@@ -126,6 +157,7 @@ def validate_config(config: RunConfig) -> list[str]:
     return [
         f"trains {pipeline} at {r.pipeline.height}x{r.pipeline.width} with loss {a.diffusion_loss.loss_mode}, "
         f"LoRA rank {config.model.lora_rank}, reward {config.reward.name}",
+        *notes,
         f"{t.total_steps} steps of {d.prompts_per_step} prompts x {r.n} samples = {samples} samples, "
         f"{updates_per_step(config)} update(s) each",
         f"validation on {held_out} prompts x {r.val_kwargs.n} samples of {d.val_file}",

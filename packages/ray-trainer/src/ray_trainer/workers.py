@@ -54,7 +54,8 @@ class ActorRolloutRefWorker:
         self.trainer = TrainingWorker(TrainingWorkerConfig(actor, self.rank, self.world_size, meeting_point))
         self.trainer.reset()
         self.engine = self.trainer.engine
-        self.backend = self._make_backend()
+        # None where engines in other processes sample: then no text encoder and no decoder is loaded here.
+        self.backend: Any = self._make_backend() if self.config.shares_weights else None
 
     def _make_backend(self) -> Any:
         from omni_rollout.diffusers_backend import DiffusersBackend
@@ -71,6 +72,13 @@ class ActorRolloutRefWorker:
             device=self.engine.device,
             adapter_ctx=self.engine.use_adapter,
         )
+
+    def gpu_places(self) -> list[tuple[str, str]]:
+        """(Ray node, GPU) of every GPU that this process holds."""
+        import ray
+
+        context = ray.get_runtime_context()
+        return [(context.get_node_id(), str(gpu)) for gpu in context.get_accelerator_ids().get("GPU", [])]
 
     # ---- rollout ---------------------------------------------------------------------------------------------------------
 
@@ -99,6 +107,10 @@ class ActorRolloutRefWorker:
         data.set_non_tensor("global_step", step)
         return dict(self.trainer.train_mini_batch(data)["metrics"])
 
+    def take_forwards(self) -> dict[str, float]:
+        """Transformer rows per sample that `compute_log_prob` and `compute_ref_log_prob` spent since the last call."""
+        return self.trainer.take_forwards()
+
     def _with_settings(self, data: TensorDict) -> TensorDict:
         """The batch with the sampler's settings, which the engine's forward repeats."""
         rollout = self.config.rollout
@@ -112,22 +124,38 @@ class ActorRolloutRefWorker:
 
     # ---- sync, checkpoints, export ---------------------------------------------------------------------------------------
 
-    def update_weights(self, global_steps: int, mode: str = "auto") -> dict[str, float]:
-        """Trainer to sampler. The receipt must say: everything sent is bound, and the version is new.
+    def update_weights(self, global_steps: int) -> dict[str, float]:
+        """Prove that the sampler's module holds the adapters that the trainer extracts, tensor by tensor.
 
-        With shared weights there is nothing to move; the receipt still proves that the sampler's module holds the adapter
-        that the trainer has just extracted, tensor by tensor.
+        With shared weights there is nothing to move. The receipts must say: everything is bound, and the version is new.
         """
         from lora_sync import verify
 
-        payload = self._payload(global_steps)
-        receipt = self.backend.update_lora(payload)
-        verify(payload, receipt, previous_version=self.version if self.version >= 0 else None)
-        self.version = payload.version
-        return {"sync/version": float(payload.version), "sync/tensors_bound": float(receipt.tensors_bound)}
+        previous = self.version if self.version >= 0 else None
+        bound = 0
+        for adapter in self.config.sampling_adapters:
+            payload = self._payload(adapter, global_steps)
+            bound = verify(payload, self.backend.update_lora(payload, adapter), previous_version=previous).tensors_bound
+        self.version = global_steps
+        return {"sync/version": float(global_steps), "sync/tensors_bound": float(bound)}
 
-    def _payload(self, version: int) -> LoRAPayload:
-        return self.trainer.save_weights(self.config.rollout.rollout_adapter, version=version)
+    def lora_payload(self, adapter: str, version: int) -> LoRAPayload | None:
+        """The adapter for samplers in other processes. All ranks gather it, the first one sends it."""
+        payload = self._payload(adapter, version)
+        self.version = version
+        return payload if self.rank == 0 else None
+
+    def _payload(self, adapter: str, version: int) -> LoRAPayload:
+        return self.trainer.save_weights(adapter, version=version)
+
+    def refresh_old_policy(self, step: int) -> dict[str, float]:
+        """Let the policy state `old` follow the trained one after training step `step`, as `algorithm.old_policy` says."""
+        old = self.config.algorithm.old_policy
+        if "old" not in self.config.actor.model_config.policy_state_adapters or (step + 1) % old.update_every:
+            return {}
+        decay = old.decay(self.engine.optimizer_steps)
+        self.trainer.update_old_policy(decay)
+        return {"actor/old_policy_decay": decay}
 
     def save_checkpoint(self, path: str, step: int) -> None:
         """Everything that decides the next step, as the engine sees it."""
@@ -141,7 +169,8 @@ class ActorRolloutRefWorker:
         """Write the adapter so that diffusers' `load_lora_weights(folder)` takes it; it is loaded again and compared."""
         from lora_sync import export
 
-        return str(export(self._payload(max(self.version, 0)), "diffusers", folder, architecture=self.engine.spec.name))
+        payload = self._payload("default", max(self.version, 0))
+        return str(export(payload, "diffusers", folder, architecture=self.engine.spec.name))
 
     def describe(self) -> dict[str, str]:
         """What trains where, for the report."""

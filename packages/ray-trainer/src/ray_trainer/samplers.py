@@ -1,0 +1,115 @@
+"""What draws samples, as the loop sees it: the trainer's own weights, or engines beside it.
+
+`HybridSampler` samples with the very tensors that are trained, so a sync only proves that. `FleetSampler` keeps replicas of
+the policy in processes of their own (vLLM-Omni engines, or diffusers with a copy of the weights); a sync sends every replica
+the adapters and believes nothing but its receipt.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Protocol
+
+from lora_sync import verify
+from omni_rollout import DiffusersReplica, Router
+from omni_rollout.fleet import Fleet
+
+from ray_trainer.config import RunConfig
+from ray_trainer.prompts import resolve
+from ray_trainer.step_metrics import Metrics
+
+if TYPE_CHECKING:
+    from ray_trainer.group import WorkerGroup
+
+
+class Sampler(Protocol):
+    """Where samples come from."""
+
+    router: Router
+
+    async def sync(self, version: int) -> Metrics:
+        """Bring every sampler to the trainer's weights and prove it. Raises `LoRASyncError` when the proof fails."""
+
+    async def leave_gpu(self) -> None:
+        """Give memory that the trainer needs for its update; `sync` takes it again."""
+
+    async def close(self) -> None:
+        """End what was started."""
+
+
+async def open_sampler(config: RunConfig, workers: WorkerGroup) -> Sampler:
+    """The sampler that the config asks for, started."""
+    return HybridSampler(config, workers) if config.shares_weights else await FleetSampler.launch(config, workers)
+
+
+class HybridSampler:
+    """The training processes sample with their own weights."""
+
+    def __init__(self, config: RunConfig, workers: WorkerGroup):
+        self.workers = workers
+        size = config.rollout.max_batch_size
+        self.router = Router([DiffusersReplica(h, size) for h in workers.rollout_handles()], config.rollout.router)
+
+    async def sync(self, version: int) -> Metrics:
+        """Nothing moves; the receipts prove that the sampler's module holds what the trainer extracts."""
+        return self.workers.update_weights(version)
+
+    async def leave_gpu(self) -> None:
+        """The weights are the trainer's own."""
+
+    async def close(self) -> None:
+        """The workers belong to the trainer."""
+
+
+class FleetSampler:
+    """Replicas in processes of their own. Use `launch`."""
+
+    def __init__(self, config: RunConfig, workers: WorkerGroup, fleet: Fleet, shares_gpu: bool):
+        self.config, self.workers, self.fleet = config, workers, fleet
+        self.router = fleet.router
+        self._version = -1
+        self._sleeps = (
+            shares_gpu and config.rollout.backend == "vllm_omni" and config.rollout.vllm_omni.enable_sleep_mode
+        )
+        self._asleep = False
+
+    @classmethod
+    async def launch(cls, config: RunConfig, workers: WorkerGroup) -> FleetSampler:
+        """Start the replicas: on GPUs of their own where there are enough, else beside the trainers on theirs."""
+        import ray
+
+        rollout, gpus = config.rollout, int(ray.cluster_resources().get("GPU", 0))
+        beside = None
+        if rollout.backend == "vllm_omni":
+            if gpus == 0:
+                os.environ.setdefault("OMNI_ROLLOUT_CPU", "1")
+            elif gpus < workers.gpus + rollout.num_replicas * rollout.vllm_omni.tensor_model_parallel_size:
+                beside = workers.gpu_places()
+        model = SimpleNamespace(path=resolve("models", config.model.path), algorithm="flow_grpo")
+        fleet = await Fleet.launch(rollout, model, cpus=0.25, beside=beside)
+        return cls(config, workers, fleet, beside is not None)
+
+    async def sync(self, version: int) -> Metrics:
+        """Send every adapter that samples to every replica, and check their receipts."""
+        if self._asleep:
+            await self.fleet.wake_up()
+            self._asleep = False
+        metrics: Metrics = {}
+        for adapter in self.config.sampling_adapters:
+            payload = self.workers.lora_payload(adapter, version)
+            for receipt in await self.fleet.update_lora(payload, adapter):
+                verify(payload, receipt, previous_version=self._version if self._version >= 0 else None)
+                metrics = {"sync/version": float(version), "sync/tensors_bound": float(receipt.tensors_bound)}
+        self._version = version
+        return metrics
+
+    async def leave_gpu(self) -> None:
+        """Engines that live on the trainers' GPUs sleep during the update."""
+        if self._sleeps and not self._asleep:
+            await self.fleet.sleep()
+            self._asleep = True
+
+    async def close(self) -> None:
+        """End the replicas."""
+        await self.fleet.close()

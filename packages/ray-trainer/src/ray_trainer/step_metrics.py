@@ -1,0 +1,37 @@
+"""What a step cost: seconds by phase, and forward passes by phase."""
+
+from __future__ import annotations
+
+import math
+import time
+
+Metrics = dict[str, float]
+
+
+def forwards_per_sample(metrics: Metrics, trained_share: float) -> float:
+    """Rows through the transformer for each sample that was drawn, in all phases of a step; NaN where the sampler counts none.
+
+    Args:
+        metrics: what the phases counted, per sample that they saw.
+        trained_share: samples trained on over samples drawn.
+    """
+    update = metrics.get("forwards/train", 0.0) + metrics.get("forwards/no_grad", 0.0)
+    drawn = metrics.get("forwards/rollout", math.nan) + metrics.get("forwards/log_prob", 0.0)
+    return drawn + trained_share * update
+
+
+class Clock:
+    """Seconds of consecutive phases."""
+
+    def __init__(self) -> None:
+        self.start = self.last = time.perf_counter()
+        self.laps: Metrics = {}
+
+    def lap(self, name: str) -> None:
+        """Close the running phase under `name`."""
+        now = time.perf_counter()
+        self.laps[name], self.last = now - self.last, now
+
+    def total(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.start
