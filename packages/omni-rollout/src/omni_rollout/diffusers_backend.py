@@ -10,26 +10,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lora_sync import LoRAReceipt, apply_lora, extract_lora, use_adapter
-from lora_sync.layers import layers_of
 from sde_samplers import SigmaSchedule, from_diffusers, rollout, thin_tail
 from torch import Tensor, nn
 
 from .backend import Health, WeightReceipt
 from .batching import plan_batches
 from .counting import counted_rows
-from .errors import MissingExtraError, RolloutConfigError, SyncError
+from .errors import MissingExtraError, RolloutConfigError
 from .lifecycle import Lifecycle
-from .noise import generators_of, start_noise
+from .module_weights import AdapterContext, ModuleWeights
+from .noise import clean_latents, generators_of, start_noise
+from .packing import pack
 from .types import DiffusionOutput, GenerationRequest, aborted
-from .weights import load_named, module_checksum
-
-AdapterContext = Callable[[str], AbstractContextManager[Any]]
 
 
 class _AllAbortedError(Exception):
@@ -69,9 +66,7 @@ class DiffusersBackend:
         self.max_batch_size = max_batch_size
         self.device = torch.device(device)
         self.shares_weights = shares_weights
-        self._adapter_ctx = adapter_ctx
-        self._adapters: set[str] = set()
-        self._wrapped = False  # LoRA layers stay in the module once they are there
+        self._weights = ModuleWeights(transformer, shared=shares_weights, adapter_ctx=adapter_ctx)
         self._schedules: dict[tuple[int, ...], SigmaSchedule] = {}
         self._aborted: set[str] = set()
         self._running: set[str] = set()
@@ -158,7 +153,8 @@ class DiffusersBackend:
         self._batches[len(batch)] = self._batches.get(len(batch), 0) + 1
         with self._timed("decode"):
             pictures = self.spec.decode(self.vae, trajectory.final, **size).cpu()
-        outputs = self._pack(batch, trajectory, cond, negative, pictures, schedule, count.rows / len(batch))
+        stamps: dict[str, Any] = {"policy_version": self.policy_version, "forwards": count.rows / len(batch)}
+        outputs = pack(batch, trajectory, pictures, schedule, cond=cond, negative=negative, **stamps)
         with self._abort_lock:
             dropped = {r.request_id for r in batch} & self._aborted
         self._generated += len(batch) - len(dropped)
@@ -184,23 +180,13 @@ class DiffusersBackend:
 
         start, part = first.start_step, schedule
         if start:  # an edit: the given picture, noised to the level at which the run begins
-            clean = torch.stack([_clean_latents(request, shape) for request in batch]).to(self.device)
+            clean = torch.stack([clean_latents(request.init_latents, shape) for request in batch]).to(self.device)
             level = float(schedule.sigmas[start])
             x, part = (1 - level) * clean + level * x, SigmaSchedule(schedule.sigmas[start:])
         window = torch.tensor([r.window for r in batch], dtype=torch.long) - start if first.window else None
-        kind: Any = first.kind  # checked when the request was made
-        solver: Any = first.solver
-        return rollout(
-            velocity,
-            x,
-            part,
-            kind=kind,
-            noise_level=first.noise_level,
-            window=window,
-            generators=generators,
-            solver=solver,
-            solver_steps="post" if first.tail_ratio < 1 else "all",
-        )
+        names: dict[str, Any] = {"kind": first.kind, "solver": first.solver}  # checked when the requests were made
+        names["solver_steps"] = "post" if first.tail_ratio < 1 else "all"
+        return rollout(velocity, x, part, noise_level=first.noise_level, window=window, generators=generators, **names)
 
     def _schedule(self, request: GenerationRequest) -> SigmaSchedule:
         key = (request.num_inference_steps, request.height, request.width, request.num_frames)
@@ -217,109 +203,33 @@ class DiffusersBackend:
         training = self.transformer.training
         self.transformer.eval()
         try:
-            with self._context_of(adapter):
+            with self._weights.using(adapter):
                 yield
         finally:
             self.transformer.train(training)
-
-    def _context_of(self, adapter: str) -> AbstractContextManager[Any]:
-        if self._adapter_ctx is not None:
-            return self._adapter_ctx(adapter)
-        if adapter in self._adapters:
-            return use_adapter(self.transformer, adapter)
-        if adapter == "default" or (adapter == "reference" and not self.shares_weights):
-            return use_adapter(self.transformer, "reference") if self._wrapped else nullcontext()
-        known = ", ".join(sorted(self._adapters)) or "none"
-        raise RolloutConfigError(
-            f"adapter={adapter!r} is not here (there is {known}): send it with update_lora, or pass an adapter_ctx to a "
-            "backend that shares its weights with a trainer."
-        )
-
-    def _pack(
-        self,
-        batch: list[GenerationRequest],
-        trajectory: Any,
-        cond: Any,
-        negative: Any,
-        pictures: Tensor,
-        schedule: SigmaSchedule,
-        forwards: float,
-    ) -> list[DiffusionOutput]:
-        """Cut the batch into outputs that own nothing of each other's rows but the shared sigma grid."""
-        sigmas = schedule.sigmas.cpu()
-        final = trajectory.final.cpu()
-        traced = batch[0].return_trajectory
-        window = bool(batch[0].window) and traced
-        parts = {}
-        if window:
-            names = ("latents", "next_latents", "step_index", "std")
-            parts = {name: getattr(trajectory, name).cpu() for name in names}
-            parts["step_index"] = parts["step_index"] + batch[0].start_step
-        log_probs = trajectory.log_probs.cpu() if window and trajectory.log_probs is not None else None
-        embeds = _embeds_rows("", cond, len(batch)) + (
-            _embeds_rows("negative_", negative, len(batch)) if negative else []
-        )
-        outputs = []
-        for row, request in enumerate(batch):
-            extra: dict[str, Any] = {name: value[row] for name, value in parts.items()}
-            extra |= {"final_latents": final[row], "sigmas": sigmas, "schedule_hash": schedule.hash}
-            extra |= {"policy_version": self.policy_version, "seed": request.seed, "batch_size": len(batch)}
-            extra["forwards"] = forwards
-            if traced:
-                extra |= {name: rows[row] for name, rows in embeds}
-            log_prob = None if log_probs is None else log_probs[row]
-            outputs.append(DiffusionOutput(pictures[row], log_prob, "completed", 0, extra).check())
-        return outputs
 
     # --------------------------------------------------------------------------------------------------- weights
 
     def update_lora(self, payload: Any, adapter: str = "default") -> Any:
         """Bind a `LoRAPayload`, or prove that the shared module holds it already. Returns a `LoRAReceipt`.
 
-        Raises `SyncError` when the module's adapter differs from the payload.
+        Several adapters may be sent at one version. Raises `SyncError` when a shared module's adapter differs.
         """
         with self.lifecycle.syncing(payload.version, lora=True), self._timed("sync"):
-            if not self.shares_weights:
-                receipt = apply_lora(self.transformer, payload, adapter)
-                self._adapters.add(adapter)
-                self._wrapped = True
-                return receipt
-            held = extract_lora(self.transformer, adapter, version=payload.version)
-            if held.hash != payload.hash:
-                raise SyncError(
-                    f"The shared module's adapter {adapter!r} has hash {held.hash}, the payload {payload.hash}: this "
-                    "backend does not hold what was sent. Hand it the trainer's own module, or build it with "
-                    "shares_weights=False."
-                )
-            count = len(held.tensors)
-            return LoRAReceipt(
-                version=payload.version,
-                hash=held.hash,
-                modules_bound=count // 2,
-                tensors_bound=count,
-                tensors_ignored=0,
-                probe_delta=None,
-            )
+            return self._weights.bind(payload, adapter)
 
     def remove_lora(self, adapter: str = "default") -> bool:
         """Forget an adapter of our own; "default" then samples from the base. False when it was not there."""
-        if adapter not in self._adapters:
+        if not self._weights.has(adapter):
             return False
         with self.lifecycle.syncing(self.policy_version):
-            for layer in layers_of(self.transformer, adapter).values():
-                layer.delete_adapter(adapter)
-            getattr(self.transformer, "peft_config", {}).pop(adapter, None)
-            self._adapters.discard(adapter)
+            self._weights.drop(adapter)
         return True
 
     def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
-        """Replace transformer weights by name (with or without LoRA layers).
-
-        Every tensor sent must find its parameter.
-        """
+        """Replace transformer weights by name. Every tensor sent must find its parameter."""
         with self.lifecycle.syncing(version, full=True), self._timed("sync"):
-            sent = load_named(self.transformer, named)
-            return WeightReceipt(version, sent, sent, module_checksum(self.transformer))
+            return self._weights.replace(named, version)
 
     # ------------------------------------------------------------------------------------------------- lifecycle
 
@@ -375,24 +285,3 @@ class DiffusersBackend:
             yield
         finally:
             self._seconds[phase] += time.perf_counter() - start
-
-
-def _clean_latents(request: GenerationRequest, shape: tuple[int, ...]) -> Tensor:
-    latents = request.init_latents
-    if latents is None or tuple(latents.shape) != tuple(shape):
-        given = None if latents is None else tuple(latents.shape)
-        raise RolloutConfigError(f"init_latents {given} do not fit: this size of picture needs {tuple(shape)}.")
-    return latents.float()
-
-
-def _embeds_rows(prefix: str, embeds: Any, count: int) -> list[tuple[str, list[Tensor]]]:
-    """Embeddings per sample, cut to each one's own length: name → one tensor per row."""
-    lengths = embeds.mask.sum(1).tolist()
-    hidden, mask = embeds.embeds.cpu(), embeds.mask.cpu()
-    rows = [
-        (f"{prefix}prompt_embeds", [hidden[i, : lengths[i]] for i in range(count)]),
-        (f"{prefix}prompt_embeds_mask", [mask[i, : lengths[i]] for i in range(count)]),
-    ]
-    if embeds.pooled is not None:
-        rows.append((f"{prefix}pooled_prompt_embeds", list(embeds.pooled.cpu())))
-    return rows

@@ -9,6 +9,8 @@ import torch
 from sde_samplers import initial_noise, sample_generator
 from torch import Tensor
 
+from .errors import RolloutConfigError
+
 
 class NoiseSource(Protocol):
     """What decides a sample's noise: a request, or the knobs that travel with one."""
@@ -45,3 +47,11 @@ def start_noise(
                 starts[group] = initial_noise([sample_generator(*group, 0)], tuple(shape))[0]
             noise[i] = starts[group]
     return noise
+
+
+def clean_latents(given: Tensor | None, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    """Latents […] of the picture that an edit begins from, fp32. Raises `RolloutConfigError` when they do not fit."""
+    if given is None or tuple(given.shape) != tuple(shape):
+        size = None if given is None else tuple(given.shape)
+        raise RolloutConfigError(f"init_latents {size} do not fit: this size of picture needs {tuple(shape)}.")
+    return given.float()

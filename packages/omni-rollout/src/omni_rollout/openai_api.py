@@ -10,6 +10,7 @@ import asyncio
 import base64
 import io
 import itertools
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,34 @@ def create_app(client: Client, pipeline: DiffusionPipelineConfig, model: str = "
         return {"created": int(time.time()), "data": data}
 
     return app
+
+
+async def serve_images(
+    client: Client, pipeline: DiffusionPipelineConfig, model: str, port: int
+) -> asyncio.Future[None]:
+    """Serve `create_app` on 127.0.0.1:`port`, and return once it takes connections; cancel the result to end it.
+
+    Raises:
+        RolloutConfigError: the port cannot be had. MissingExtraError: uvicorn is not installed.
+    """
+    app = create_app(client, pipeline, model)
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise MissingExtraError("serving needs uvicorn: pip install './packages/omni-rollout[http]'") from error
+    # Bound here: uvicorn would end the whole process over a port that is taken.
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError as error:
+        listener.close()
+        raise RolloutConfigError(f"vllm_omni.openai_port={port!r} cannot be had ({error}): choose another.") from error
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    task: asyncio.Future[None] = asyncio.ensure_future(server.serve(sockets=[listener]))
+    while not server.started and not task.done():
+        await asyncio.sleep(0.01)
+    return task
 
 
 def requests_of(body: dict[str, Any], pipeline: DiffusionPipelineConfig, number: int) -> list[GenerationRequest]:

@@ -18,7 +18,7 @@ from sde_samplers.solvers import SOLVER_ORDER
 from torch import Tensor
 
 from ..errors import RolloutConfigError
-from ..noise import generators_of, start_noise
+from ..noise import clean_latents, generators_of, start_noise
 
 #: Key of `OmniDiffusionSamplingParams.extra_args` under which a request's knobs travel.
 KNOBS = "omni_rollout"
@@ -109,12 +109,8 @@ class RolloutBatch:
         assert self.x is not None
         for i, row in enumerate(self.rows):
             if row.init_latents is not None:
-                if row.init_latents.shape != self.x.shape[1:]:
-                    raise RolloutConfigError(
-                        f"init_latents {tuple(row.init_latents.shape)} do not fit: need {tuple(self.x.shape[1:])}."
-                    )
-                level = self.sigmas[row.start_step]
-                self.x[i] = (1 - level) * row.init_latents.to(self.x) + level * self.x[i]
+                level, clean = self.sigmas[row.start_step], clean_latents(row.init_latents, self.x.shape[1:])
+                self.x[i] = (1 - level) * clean.to(self.x) + level * self.x[i]
 
     def sigma(self) -> float:
         """Sigma of the step under way."""

@@ -7,36 +7,30 @@ lifecycle's rules. Importing this module imports neither vllm nor vllm_omni; `la
 from __future__ import annotations
 
 import asyncio
-import gc
-import itertools
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from ..backend import Health, WeightReceipt
 from ..config import DiffusionRolloutConfig
-from ..errors import LifecycleError, MissingExtraError, ReplicaDeadError, ReplicaError, RolloutConfigError, SyncError
+from ..errors import LifecycleError, ReplicaDeadError, ReplicaError, RolloutConfigError
 from ..lifecycle import Lifecycle
-from ..types import DiffusionOutput, GenerationRequest, aborted
-from .pipelines import entry_for, pipeline_for
+from ..openai_api import serve_images
+from ..types import DiffusionOutput, GenerationRequest
+from .engine_weights import EngineWeights
+from .launch import start_engine
+from .pipelines import entry_for
 from .rpc import checked
-from .shared import buckets, write_bucket
 from .tokens import Prompts
+from .translate import engine_params, engine_prompt, rollout_output
 
 if TYPE_CHECKING:
     from lora_sync import LoRAPayload, LoRAReceipt
-
-_EXTENSION = "omni_rollout.vllm_omni.worker_extension.vLLMOmniColocateWorkerExtension"
-_BUCKET_BYTES = 512 * 1024 * 1024
 
 
 class vLLMOmniHttpServer:
@@ -76,14 +70,12 @@ class vLLMOmniHttpServer:
         self._boundary: float | None = index.get("boundary_ratio")  # Wan's two experts
         self.lifecycle = Lifecycle(needs_sync=rollout_mode == "standalone")
         self.engine: Any = None
-        self._adapters: dict[str, int] = {}
-        self._lora_ids = itertools.count(1)
+        several = config.vllm_omni.tensor_model_parallel_size > 1
+        self._weights = EngineWeights(self._rpc, self.lifecycle, use_shm=several)
         self._ids: set[str] = set()
         self._generated = 0
         self._sizes: Counter[int] = Counter()  # samples by the size of the batch they were drawn in
-        self._seconds = {"start": 0.0, "generate": 0.0, "sync": 0.0}
-        self._stream = ExitStack()
-        self._sent = 0
+        self._seconds = {"start": 0.0, "generate": 0.0}
         self._prompts = Prompts(model_config.path, self.entry)
         self._busy_since = 0.0
         self._serving: asyncio.Future[None] | None = None
@@ -103,55 +95,21 @@ class vLLMOmniHttpServer:
             raise RolloutConfigError("an engine over several nodes is not offered: leave master_address and ports out.")
         self.lifecycle.load()
         start = time.perf_counter()
-        settings = self.config.vllm_omni
-        if self.cuda_visible_devices:
-            os.environ["CUDA_VISIBLE_DEVICES"] = self.cuda_visible_devices
-        os.environ.setdefault("DIFFUSION_ATTENTION_BACKEND", settings.rollout_attn_backend)
         try:
-            from vllm_omni import AsyncOmni
-        except ImportError as error:
-            self.lifecycle.fail("vllm-omni is not installed")
-            raise MissingExtraError(
-                "The vllm_omni backend needs vLLM-Omni: pip install './packages/omni-rollout[vllm]'"
-            ) from error
-        # The engine collects garbage again and again while it starts, each time over all that these imports made: set it
-        # aside. A start takes a seventh of the time.
-        gc.freeze()
-        keywords: dict[str, Any] = {
-            "dtype": self.config.dtype,
-            "enforce_eager": settings.enforce_eager,
-            "max_num_seqs": settings.max_num_seqs,
-            "request_batch_max_wait_ms": settings.request_batch_max_wait_ms,
-            "enable_sleep_mode": settings.enable_sleep_mode,
-            "step_execution": settings.step_execution,
-            "gpu_memory_utilization": settings.gpu_memory_utilization,
-            "custom_pipeline_args": {"pipeline_class": pipeline_for(self.model_config.path, self._algorithm())},
-            "worker_extension_cls": _EXTENSION,
-            "max_cpu_loras": 4,
-            **settings.engine_kwargs,
-        }
-        if settings.tensor_model_parallel_size > 1:
-            keywords["tensor_parallel_size"] = settings.tensor_model_parallel_size
-        try:
-            self.engine = AsyncOmni(model=self.model_config.path, **keywords)
+            self.engine = start_engine(
+                self.config, self.model_config.path, self._algorithm(), self.cuda_visible_devices
+            )
             await self._rpc("engine_facts")  # an engine that answers has its extension in place
         except Exception as error:
             self.lifecycle.fail(f"start failed: {error}")
             raise
         self.lifecycle.loaded()
-        if settings.openai_port is not None:
-            self._serving = asyncio.ensure_future(self._serve(settings.openai_port))
+        port = self.config.vllm_omni.openai_port
+        if port is not None:
+            name = Path(self.model_config.path).name
+            self._serving = await serve_images(_People(self), self.config.val_kwargs.pipeline, name, port)
         self._seconds["start"] = time.perf_counter() - start
         return self._seconds["start"]
-
-    async def _serve(self, port: int) -> None:
-        """The image route for people, on this machine only."""
-        import uvicorn
-
-        from ..openai_api import create_app
-
-        app = create_app(_People(self), self.config.val_kwargs.pipeline, Path(self.model_config.path).name)
-        await uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning")).serve()
 
     def _algorithm(self) -> str:
         return getattr(self.model_config, "algorithm", None) or "flow_grpo"
@@ -198,10 +156,7 @@ class vLLMOmniHttpServer:
         for text in (request.prompt, request.negative_prompt if request.uses_cfg else None):
             if text is not None:
                 self._prompts.check(text, request.max_sequence_length)
-        params = OmniDiffusionSamplingParams(**self._params(request))
-        prompt = {"prompt": request.prompt}
-        if request.uses_cfg:
-            prompt["negative_prompt"] = request.negative_prompt or ""
+        fields = engine_params(request, self.entry, self._weights.adapters, self._boundary)
         final = None
         with self.lifecycle.generating():
             if self.lifecycle.in_flight == 1:
@@ -209,7 +164,10 @@ class vLLMOmniHttpServer:
             self._ids.add(request.request_id)
             try:
                 stream = self.engine.generate(
-                    prompt=prompt, request_id=request.request_id, sampling_params_list=[params], priority=priority
+                    prompt=engine_prompt(request),
+                    request_id=request.request_id,
+                    sampling_params_list=[OmniDiffusionSamplingParams(**fields)],
+                    priority=priority,
                 )
                 async for output in stream:
                     final = output
@@ -219,78 +177,11 @@ class vLLMOmniHttpServer:
                 self._ids.discard(request.request_id)
                 if self.lifecycle.in_flight == 1:  # this was the last: nothing overlaps any more
                     self._seconds["generate"] += time.perf_counter() - self._busy_since
-        return self._output(request, final)
-
-    def _params(self, request: GenerationRequest) -> dict[str, Any]:
-        from vllm_omni.lora.request import LoRARequest
-
-        from .rollout_batch import KNOBS, Knobs
-
-        knobs = Knobs(
-            seed=request.seed,
-            uid=request.uid,
-            index=request.index,
-            kind=request.kind,
-            noise_level=request.noise_level,
-            window=request.window,
-            return_trajectory=request.return_trajectory,
-            start_step=request.start_step,
-            init_latents=request.init_latents,
-            solver=request.solver,
-            shared_noise=request.shared_noise,
-            tail_ratio=request.tail_ratio,
-        )
-        cfg = request.true_cfg_scale
-        guidance = cfg + self.entry.guidance_offset if self.entry.cfg_is_guidance else request.guidance_scale
-        params: dict[str, Any] = {
-            "height": request.height,
-            "width": request.width,
-            "num_frames": request.num_frames,
-            "num_inference_steps": request.num_inference_steps,
-            "max_sequence_length": request.max_sequence_length,
-            "true_cfg_scale": cfg,
-            "extra_args": {KNOBS: knobs},
-        }
-        if guidance is not None:
-            params |= {"guidance_scale": guidance, "guidance_scale_provided": True}
-        if self.entry.linear_sigmas:
-            params["sigmas"] = torch.linspace(
-                1.0, 1 / request.num_inference_steps, request.num_inference_steps
-            ).tolist()
-        if knobs.tail is not None:
-            # Part of the engine's batching key, and read by none of these pipelines: rows that step over different tables
-            # must not share a batch.
-            params["decode_timestep"] = [float(value) for value in knobs.tail]
-        if self._boundary is not None:
-            params["boundary_ratio"] = self._boundary
-        if request.adapter in self._adapters:
-            number = self._adapters[request.adapter]
-            params["lora_request"] = LoRARequest(request.adapter, number, f"/in-memory/{request.adapter}")
-        elif request.adapter not in ("default", "reference"):
-            known = ", ".join(sorted(self._adapters)) or "none"
-            raise RolloutConfigError(f"adapter={request.adapter!r} was never sent to this engine; it has {known}.")
-        return params
-
-    def _output(self, request: GenerationRequest, final: Any) -> DiffusionOutput:
-        if final is None:
-            raise ReplicaError(f"the engine gave no answer to request {request.request_id!r}.")
-        reasons = {getattr(part, "finish_reason", None) for part in final.outputs or []}
-        if "abort" in reasons:
-            return aborted(request, self.policy_version)
-        if final.error:
-            raise ReplicaError(f"request {request.request_id!r} failed in the engine: {final.error}")
-        fields = dict(final.trajectory_log_probs or {})
-        if not fields or not final.images:
-            raise ReplicaError(f"request {request.request_id!r} came back without a trajectory or without a picture.")
-        latents, W = final.trajectory_latents, len(request.window) if request.return_trajectory else 0
-        fields["final_latents"] = latents[-1].clone()
-        if W:
-            fields |= {"latents": latents[:W].clone(), "next_latents": latents[W : 2 * W].clone()}
-        fields["seed"] = request.seed
-        log_probs = fields.pop("log_probs", None)
-        self._generated += 1
-        self._sizes[int(fields["batch_size"])] += 1
-        return DiffusionOutput(_to_tensor(final.images, request), log_probs, "completed", 0, fields).check()
+        output = rollout_output(request, final, self.policy_version)
+        if output.stop_reason == "completed":
+            self._generated += 1
+            self._sizes[int(output.extra_fields["batch_size"])] += 1
+        return output
 
     async def _typed(self, error: Exception) -> Exception:
         """The engine's error as one of ours; a dead engine ends this server."""
@@ -306,79 +197,25 @@ class vLLMOmniHttpServer:
     # -------------------------------------------------------------------------------------------------------- weights
 
     async def update_lora(self, payload: LoRAPayload, adapter: str = "default") -> LoRAReceipt:
-        """Bind an adapter from the trainer; the next samples use it. Raises `SyncError` unless every element arrived."""
-        from lora_sync import LoRAReceipt
+        """Bind an adapter from the trainer; the next samples use it. Several may be sent at one version.
 
-        from .lora_request import make_request
-
-        with self.lifecycle.syncing(payload.version, lora=True):
-            start = time.perf_counter()
-            number = next(self._lora_ids)
-            request = make_request(payload, number, adapter)
-            facts = await self._rpc("bind_lora", request, payload.version)
-            if facts["differing"]:
-                await self._rpc("drop_lora", number)
-                raise SyncError(
-                    f"{facts['differing']} elements of adapter {adapter!r} read back different from the payload."
-                )
-            old = self._adapters.get(adapter)
-            self._adapters[adapter] = number
-            if old is not None:
-                await self._rpc("drop_lora", old)
-            self._seconds["sync"] += time.perf_counter() - start
-            return LoRAReceipt(payload.version, payload.hash, facts["modules"], facts["tensors"], 0, None)
+        Raises `SyncError` unless every element arrived.
+        """
+        return await self._weights.bind(payload, adapter)
 
     async def remove_lora(self, adapter: str = "default") -> bool:
         """Forget an adapter: "default" then samples from the base. False when it was not there."""
-        if adapter not in self._adapters:
-            return False
-        with self.lifecycle.syncing(self.policy_version):
-            return bool(await self._rpc("drop_lora", self._adapters.pop(adapter)))
+        return await self._weights.drop(adapter)
 
     async def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
         """Replace all transformer weights, bucket by bucket."""
-        receipt, first = None, True
-        for bucket, last in buckets(named, _BUCKET_BYTES):
-            receipt = await self.update_weights_bucket(bucket, version, first=first, last=last)
-            first = False
-        assert receipt is not None
-        return receipt
+        return await self._weights.replace(named, version)
 
     async def update_weights_bucket(
         self, bucket: list[tuple[str, Tensor]], version: int, *, first: bool, last: bool
     ) -> WeightReceipt | None:
         """One bucket of a full update; the receipt comes with the last. Generation is refused in between."""
-        if first:
-            self._stream.enter_context(self.lifecycle.syncing(version, full=True))
-            self._sent = 0
-        start = time.perf_counter()
-        shm = self.config.vllm_omni.tensor_model_parallel_size > 1
-        block = write_bucket(bucket) if shm else None
-        options = {"use_shm": shm, "first": first, "last": last, "version": version}
-        try:
-            with ExitStack() as stack:
-                if block is not None:
-                    stack.callback(block.unlink)
-                    stack.callback(block.close)
-                facts = await self._rpc(
-                    "update_weights_from_ipc", bucket=block.name if block is not None else bucket, **options
-                )
-            self._sent += len(bucket)
-            if not last:
-                return None
-            if facts["unwritten"] or (facts["sent"] is not None and facts["sent"] != facts["held"]):
-                raise SyncError(
-                    f"full weights, version {version}: {facts['unwritten']} of {facts['elements']} elements were not "
-                    f"written, sum sent {facts['sent']}, held {facts['held']}. The stream must hold every transformer "
-                    "weight of this architecture exactly once."
-                )
-        except BaseException as error:
-            self._stream.__exit__(type(error), error, error.__traceback__)
-            raise
-        finally:
-            self._seconds["sync"] += time.perf_counter() - start
-        self._stream.close()
-        return WeightReceipt(version, self._sent, self._sent, facts["held"])
+        return await self._weights.replace_bucket(bucket, version, first=first, last=last)
 
     async def weights_sum(self) -> str:
         """Content sum of the transformer's base weights (see `weights.content_sum`)."""
@@ -437,7 +274,7 @@ class vLLMOmniHttpServer:
             life.in_flight,
             self._generated,
             {size: round(samples / size) for size, samples in self._sizes.items()},
-            dict(self._seconds),
+            self._seconds | {"sync": self._weights.seconds},
         )
 
     def _awake(self, what: str) -> None:
@@ -460,14 +297,3 @@ class _People:
 
     async def generate(self, request: GenerationRequest) -> DiffusionOutput:
         return await self._server.generate_one(request)
-
-
-def _to_tensor(images: list[Any], request: GenerationRequest) -> Tensor:
-    """What the engine calls images to uint8 [C, H, W] or [T, C, H, W]: PIL pictures, or one array of frames in [0, 1]."""
-    frames = np.stack([np.array(image) for image in images])
-    frames = frames[0] if frames.ndim == 6 else frames  # a list of one batch of one video
-    frames = frames[0] if frames.ndim == 5 else frames
-    if frames.dtype != np.uint8:
-        frames = (frames * 255).round().clip(0, 255).astype(np.uint8)
-    pixels = torch.from_numpy(frames).permute(0, 3, 1, 2).contiguous()
-    return pixels[0] if request.num_frames == 1 else pixels

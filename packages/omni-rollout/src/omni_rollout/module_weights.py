@@ -1,0 +1,86 @@
+"""The weights of a diffusers module that samples: adapters and full weights, bound and proven, and which of them is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lora_sync import LoRAReceipt, apply_lora, extract_lora, use_adapter
+from lora_sync.layers import layers_of
+from torch import Tensor, nn
+
+from .backend import WeightReceipt
+from .errors import RolloutConfigError, SyncError
+from .weights import load_named, module_checksum
+
+AdapterContext = Callable[[str], AbstractContextManager[Any]]
+
+
+class ModuleWeights:
+    """A transformer whose weights are a trainer's own, or a copy.
+
+    Args:
+        module: the transformer.
+        shared: True when a trainer updates this very module; an adapter is then compared, never bound.
+        adapter_ctx: the trainer's way to switch adapters; None switches those that were bound here.
+    """
+
+    def __init__(self, module: nn.Module, *, shared: bool, adapter_ctx: AdapterContext | None = None) -> None:
+        self.module, self.shared = module, shared
+        self._adapter_ctx = adapter_ctx
+        self._adapters: set[str] = set()
+        self._wrapped = False  # LoRA layers stay in the module once they are there
+
+    def using(self, adapter: str) -> AbstractContextManager[Any]:
+        """Inside the block this adapter samples. "default" is the base while none was sent.
+
+        Raises `RolloutConfigError` for an adapter that is not here.
+        """
+        if self._adapter_ctx is not None:
+            return self._adapter_ctx(adapter)
+        if adapter in self._adapters:
+            return use_adapter(self.module, adapter)
+        if adapter == "default" or (adapter == "reference" and not self.shared):
+            return use_adapter(self.module, "reference") if self._wrapped else nullcontext()
+        known = ", ".join(sorted(self._adapters)) or "none"
+        raise RolloutConfigError(
+            f"adapter={adapter!r} is not here (there is {known}): send it with update_lora, or pass an adapter_ctx to a "
+            "backend that shares its weights with a trainer."
+        )
+
+    def bind(self, payload: Any, adapter: str) -> LoRAReceipt:
+        """Bind a `LoRAPayload`, or prove that the shared module holds it already.
+
+        Raises `SyncError` when the shared module's adapter differs from the payload.
+        """
+        if not self.shared:
+            receipt = apply_lora(self.module, payload, adapter)
+            self._adapters.add(adapter)
+            self._wrapped = True
+            return receipt
+        held = extract_lora(self.module, adapter, version=payload.version)
+        if held.hash != payload.hash:
+            raise SyncError(
+                f"The shared module's adapter {adapter!r} has hash {held.hash}, the payload {payload.hash}: this "
+                "backend does not hold what was sent. Hand it the trainer's own module, or build it with "
+                "shares_weights=False."
+            )
+        count = len(held.tensors)
+        return LoRAReceipt(payload.version, held.hash, count // 2, count, 0, None)
+
+    def has(self, adapter: str) -> bool:
+        """Whether the adapter was bound here."""
+        return adapter in self._adapters
+
+    def drop(self, adapter: str) -> None:
+        """Forget an adapter that was bound here."""
+        for layer in layers_of(self.module, adapter).values():
+            layer.delete_adapter(adapter)
+        getattr(self.module, "peft_config", {}).pop(adapter, None)
+        self._adapters.discard(adapter)
+
+    def replace(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
+        """Replace all weights by name, with or without LoRA layers around them. See `weights.load_named`."""
+        sent = load_named(self.module, named)
+        return WeightReceipt(version, sent, sent, module_checksum(self.module))

@@ -1,0 +1,118 @@
+"""The weights of one engine, changed from outside: adapters by new ids, full weights by buckets, each with proof.
+
+Everything here runs under the lifecycle's `syncing`, so nothing samples meanwhile, and asks the worker by RPC.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..backend import WeightReceipt
+from ..errors import SyncError
+from ..lifecycle import Lifecycle
+from .shared import buckets, write_bucket
+
+if TYPE_CHECKING:
+    from lora_sync import LoRAPayload, LoRAReceipt
+
+_BUCKET_BYTES = 512 * 1024 * 1024
+
+
+class EngineWeights:
+    """Args:
+    rpc: calls a method of the worker extension.
+    lifecycle: of the server.
+    use_shm: the worker is another process, which reads buckets from shared memory.
+    """
+
+    def __init__(self, rpc: Callable[..., Awaitable[Any]], lifecycle: Lifecycle, *, use_shm: bool) -> None:
+        self._rpc, self._lifecycle, self._use_shm = rpc, lifecycle, use_shm
+        self.adapters: dict[str, int] = {}
+        """Name → the engine's number. Every version of an adapter has a number of its own."""
+        self.seconds = 0.0
+        """Spent on syncs so far."""
+        self._numbers = itertools.count(1)
+        self._stream = ExitStack()
+        self._sent = 0
+
+    async def bind(self, payload: LoRAPayload, adapter: str) -> LoRAReceipt:
+        """See `vLLMOmniHttpServer.update_lora`."""
+        from lora_sync import LoRAReceipt
+
+        from .lora_request import make_request
+
+        with self._lifecycle.syncing(payload.version, lora=True), self._timed():
+            number = next(self._numbers)
+            facts = await self._rpc("bind_lora", make_request(payload, number, adapter), payload.version)
+            if facts["differing"]:
+                await self._rpc("drop_lora", number)
+                raise SyncError(
+                    f"{facts['differing']} elements of adapter {adapter!r} read back different from the payload."
+                )
+            old = self.adapters.get(adapter)
+            self.adapters[adapter] = number
+            if old is not None:
+                await self._rpc("drop_lora", old)
+            return LoRAReceipt(payload.version, payload.hash, facts["modules"], facts["tensors"], 0, None)
+
+    async def drop(self, adapter: str) -> bool:
+        """See `vLLMOmniHttpServer.remove_lora`."""
+        if adapter not in self.adapters:
+            return False
+        with self._lifecycle.syncing(self._lifecycle.policy_version):
+            return bool(await self._rpc("drop_lora", self.adapters.pop(adapter)))
+
+    async def replace(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
+        """See `vLLMOmniHttpServer.update_weights`."""
+        receipt, first = None, True
+        for bucket, last in buckets(named, _BUCKET_BYTES):
+            receipt = await self.replace_bucket(bucket, version, first=first, last=last)
+            first = False
+        assert receipt is not None
+        return receipt
+
+    async def replace_bucket(
+        self, bucket: list[tuple[str, Tensor]], version: int, *, first: bool, last: bool
+    ) -> WeightReceipt | None:
+        """See `vLLMOmniHttpServer.update_weights_bucket`."""
+        if first:
+            self._stream.enter_context(self._lifecycle.syncing(version, full=True))
+            self._sent = 0
+        block = write_bucket(bucket) if self._use_shm else None
+        options = {"use_shm": self._use_shm, "first": first, "last": last, "version": version}
+        try:
+            with self._timed(), ExitStack() as stack:
+                if block is not None:
+                    stack.callback(block.unlink)
+                    stack.callback(block.close)
+                facts = await self._rpc(
+                    "update_weights_from_ipc", bucket=block.name if block is not None else bucket, **options
+                )
+            self._sent += len(bucket)
+            if not last:
+                return None
+            if facts["unwritten"] or (facts["sent"] is not None and facts["sent"] != facts["held"]):
+                raise SyncError(
+                    f"full weights, version {version}: {facts['unwritten']} of {facts['elements']} elements were not "
+                    f"written, sum sent {facts['sent']}, held {facts['held']}. The stream must hold every transformer "
+                    "weight of this architecture exactly once."
+                )
+        except BaseException as error:
+            self._stream.__exit__(type(error), error, error.__traceback__)
+            raise
+        self._stream.close()
+        return WeightReceipt(version, self._sent, self._sent, facts["held"])
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start

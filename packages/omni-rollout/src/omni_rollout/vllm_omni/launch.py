@@ -1,0 +1,54 @@
+"""Starting an engine. Nothing of vllm or vllm_omni is imported before this."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+from ..config import DiffusionRolloutConfig
+from ..errors import MissingExtraError
+from .pipelines import pipeline_for
+
+_EXTENSION = "omni_rollout.vllm_omni.worker_extension.vLLMOmniColocateWorkerExtension"
+
+
+def start_engine(config: DiffusionRolloutConfig, path: str, algorithm: str, cuda_visible_devices: str = "") -> Any:
+    """An `AsyncOmni` that serves this package's pipeline for the folder.
+
+    Args:
+        algorithm: names the pipeline; see `pipelines.pipeline_for`.
+        cuda_visible_devices: the engine's GPUs; "" leaves the environment as it is.
+
+    Raises:
+        MissingExtraError: vLLM-Omni is not installed.
+    """
+    settings = config.vllm_omni
+    if cuda_visible_devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices
+    os.environ.setdefault("DIFFUSION_ATTENTION_BACKEND", settings.rollout_attn_backend)
+    try:
+        from vllm_omni import AsyncOmni
+    except ImportError as error:
+        raise MissingExtraError(
+            "The vllm_omni backend needs vLLM-Omni: pip install './packages/omni-rollout[vllm]'"
+        ) from error
+    # The engine collects garbage again and again while it starts, each time over all that these imports made: set it
+    # aside. A start takes a seventh of the time.
+    gc.freeze()
+    keywords: dict[str, Any] = {
+        "dtype": config.dtype,
+        "enforce_eager": settings.enforce_eager,
+        "max_num_seqs": settings.max_num_seqs,
+        "request_batch_max_wait_ms": settings.request_batch_max_wait_ms,
+        "enable_sleep_mode": settings.enable_sleep_mode,
+        "step_execution": settings.step_execution,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "custom_pipeline_args": {"pipeline_class": pipeline_for(path, algorithm)},
+        "worker_extension_cls": _EXTENSION,
+        "max_cpu_loras": 4,
+        **settings.engine_kwargs,
+    }
+    if settings.tensor_model_parallel_size > 1:
+        keywords["tensor_parallel_size"] = settings.tensor_model_parallel_size
+    return AsyncOmni(model=path, **keywords)
