@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import itertools
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsdp_diffusers_engine.failures as failures
 import fsdp_diffusers_engine.loading as loading
 import torch
 import torch.distributed as dist
@@ -55,6 +58,7 @@ def snapshot(engine: Any, metrics: dict[str, float]) -> dict[str, Any]:
     grads = {n: p.grad for n, p in engine.trainable.items() if p.grad is not None}
     found = {"grads": {n: loading.whole(g).clone() for n, g in grads.items()}, "metrics": metrics}
     found["norm"] = engine.optimizer_step()
+    found["clipped"] = {n: loading.whole(g).clone() for n, g in grads.items()}
     found["weights"] = {n: loading.whole(p).clone() for n, p in engine.trainable.items()}
     return found
 
@@ -71,8 +75,11 @@ def qwen_batch(kind: str) -> Any:
     return data
 
 
+CLIPPED = {"lr": 1e-4, "clip_grad": 0.001}
+
+
 def lora(rank: int, world: int, kind: str, **options: Any) -> dict[str, Any]:
-    engine = HELP.build_engine(QWEN, optim={"lr": 1e-4}, **options)
+    engine = HELP.build_engine(QWEN, **{"optim": {"lr": 1e-4}, **options})
     stir(engine)
     found = update(
         engine, share(qwen_batch(kind), SPLITS[world][kind], rank), DiffusionLossConfig(clip_ratio=9.0, ref_kl_coef=0.5)
@@ -90,8 +97,9 @@ def lora_even(rank: int, world: int) -> Any:
 
 def lora_uneven(rank: int, world: int) -> Any:
     if world == 4:
-        return lora(rank, world, "uneven", engine={"fsdp_size": 2})
-    return lora(rank, world, "uneven", engine={"forward_prefetch": True, "reshard_after_forward": False})
+        return lora(rank, world, "uneven", engine={"fsdp_size": 2}, optim=CLIPPED)
+    sooner = {"forward_prefetch": True, "reshard_after_forward": False}
+    return lora(rank, world, "uneven", engine=sooner, optim=CLIPPED)
 
 
 def full(rank: int, world: int) -> Any:
@@ -135,6 +143,19 @@ def forward_process(rank: int, world: int) -> Any:
     stir(engine)
     data = share(qwen_batch("uneven"), SPLITS[world]["uneven"], rank)
     return update(engine, data, DiffusionLossConfig(loss_mode="diffusion_nft"))
+
+
+def preference(rank: int, world: int) -> Any:
+    """Preference pairs: one rank has one, the other two."""
+    engine = HELP.build_engine(
+        QWEN, "forward_process", optim={"lr": 1e-4}, forward=ForwardProcessConfig(levels="uniform", num_levels=2)
+    )
+    stir(engine)
+    data = HELP.build_batch((4, 64), count=6)
+    data.set_non_tensor("noise_seed", 7)
+    return update(
+        engine, share(data, (2, 4) if world == 2 else (6,), rank), DiffusionLossConfig(loss_mode="dpo", dpo_beta=5.0)
+    )
 
 
 def experts(rank: int, world: int) -> Any:
@@ -207,10 +228,65 @@ def failing(rank: int, world: int) -> Any:
     return {"error": None, "text": "", "seconds": 0.0}
 
 
+def aborting(rank: int, world: int) -> dict[str, Any]:
+    """What a rank does whose collectives do not break by themselves (NCCL's): here the wait is played."""
+    released, aborts = threading.Event(), []
+    kept = vars(failures).copy()
+    failures._waits_forever = lambda: True
+    failures._abort_groups = lambda: (aborts.append(1), released.set())
+    failures.GRACE_S = 1.0
+
+    def outcome(body: Callable[[], Any]) -> dict[str, Any]:
+        released.clear()
+        aborts.clear()
+        start = time.monotonic()
+        name, text = "none", ""
+        try:
+            with failures.shared_failure("a call"):
+                body()
+        except Exception as error:
+            name, text = type(error).__name__, str(error)
+        return {"error": name, "text": text, "seconds": time.monotonic() - start, "aborts": len(aborts)}
+
+    def wait() -> None:
+        if not released.wait(30.0):
+            raise RuntimeError("nobody ended the wait")
+
+    def fail() -> None:
+        raise ZeroDivisionError("the reward of sample 3 was empty")
+
+    found = {"all raise": outcome(fail)}
+    dist.barrier()  # the group is whole
+    found["one raises"] = outcome(wait if rank == 0 else fail)
+    dist.barrier()
+    # Rank 0 came through that call, and waits for rank 1 in the next.
+    found["one raised before"] = outcome((lambda: None) if rank == 0 else fail)
+    found["one raised before"] = outcome(wait) if rank == 0 else found["one raised before"]
+    vars(failures).update(kept)
+    failures._calls = itertools.count(1000)  # rank 0 made one call more
+    return found
+
+
 Scenario = Callable[[int, int], Any]
 PLAN: list[tuple[int, list[Scenario]]] = [
-    (1, [lora_even, lora_uneven, full, forward_process, experts, sequence, save]),
-    (2, [lora_even, lora_uneven, full, forward_process, experts, sequence, mixed, save, failing]),
+    (1, [lora_even, lora_uneven, full, forward_process, preference, experts, sequence, save]),
+    (
+        2,
+        [
+            lora_even,
+            lora_uneven,
+            full,
+            forward_process,
+            experts,
+            sequence,
+            mixed,
+            preference,
+            save,
+            load,
+            aborting,
+            failing,
+        ],
+    ),
     (4, [lora_uneven, load]),
     (1, [load, one_sharded, mixed]),
 ]
@@ -237,8 +313,7 @@ def rank_main(rank: int, world: int, meeting: Path, scenarios: list[Scenario]) -
         os.environ["LOCAL_RANK"] = str(rank)
         torch.cuda.set_device(rank)
         torch.backends.cudnn.allow_tf32 = False
-        # A rank that waits in an NCCL kernel learns of another's failure from the launcher, not from the engine.
-        scenarios = [scenario for scenario in scenarios if scenario is not failing]
+        scenarios = [scenario for scenario in scenarios if scenario is not aborting]  # which plays that GPU's part
     if world > 1:
         join(rank, world, meeting, 60.0)
     for scenario in scenarios:

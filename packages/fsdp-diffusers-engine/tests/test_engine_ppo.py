@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from diffusion_losses import DiffusionLossConfig, diffusion_loss
-from fsdp_diffusers_engine import DiffusionLoss, EngineError, embeds_padding_2_no_padding, gather_outputs
+from fsdp_diffusers_engine import DiffusionLoss, EngineError, embeds_padding_2_no_padding, gather_outputs, offload
 from model_specs import PromptEmbeds
 from sde_samplers import flow_match, rollout, sample_generator, sde_step
 
@@ -190,11 +191,12 @@ def test_bad_batches_say_what_to_change(make_engine: Any, make_batch: Any) -> No
     "options",
     [
         {"engine": {"activation_offload": True}},
+        {"engine": {"activation_offload": True}, "model": {"enable_gradient_checkpointing": False}},
         {"model": {"enable_gradient_checkpointing": False}},
         {"model": {"attn_backend": "native"}},
         {"engine": {"param_offload": True, "optimizer_offload": True}},
     ],
-    ids=["activation_offload", "no_checkpointing", "attn_backend", "offload"],
+    ids=["activation_offload", "offload_all_activations", "no_checkpointing", "attn_backend", "offload"],
 )
 def test_memory_options_change_no_number(make_engine: Any, make_batch: Any, stir: Any, options: Any) -> None:
     found = []
@@ -204,6 +206,37 @@ def test_memory_options_change_no_number(make_engine: Any, make_batch: Any, stir
         data["old_log_probs"] = torch.zeros(3, 2)
         found.append(gradients(engine, data, DiffusionLoss(DiffusionLossConfig(clip_ratio=9.0))))
     assert close(found[1], found[0], 1e-6)
+
+
+def test_offloading_activations_copies_no_weight(
+    make_engine: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack, moved, stayed = offload._pack, list[int](), list[int]()
+
+    def watched(tensor: torch.Tensor) -> Any:
+        packed = pack(tensor)
+        (stayed if isinstance(packed, torch.Tensor) else moved).append(tensor.untyped_storage().data_ptr())
+        return packed
+
+    monkeypatch.setattr(offload, "_pack", watched)
+    counts = []
+    for sharding in ("never", "always"):
+        engine = make_engine(
+            engine={"activation_offload": True, "sharding": sharding}, model={"enable_gradient_checkpointing": False}
+        )
+        data = make_batch(count=2)
+        data["old_log_probs"] = torch.zeros(2, 2)
+        engine.forward_backward(data, DiffusionLoss(LOSS))
+        if sharding == "never":
+            weights = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
+            assert not weights & set(moved)
+            assert set(stayed) <= weights
+        counts.append((len(moved), len(stayed)))
+        moved.clear()
+        stayed.clear()
+    dist.destroy_process_group()
+    assert counts[1] == counts[0]  # gathered weights are weights, too
+    assert min(counts[0]) > 100
 
 
 def test_compiled_blocks_change_no_number(

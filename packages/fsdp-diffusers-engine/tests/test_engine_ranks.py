@@ -53,6 +53,7 @@ def assert_same_update(found: Any, single: Any) -> None:
     scale = max(float(g.abs().max()) for g in single["grads"].values())
     assert apart(found["grads"], single["grads"]) <= 1e-5 * scale
     assert apart(found["weights"], single["weights"]) <= 1e-6
+    assert apart(found["clipped"], single["clipped"]) <= 1e-6
     assert found["norm"] == pytest.approx(single["norm"], rel=1e-5, abs=1e-7)
 
 
@@ -64,6 +65,7 @@ def assert_same_update(found: Any, single: Any) -> None:
         ("lora_uneven", 4),
         ("full", 2),
         ("forward_process", 2),
+        ("preference", 2),
         ("experts", 2),
         ("sequence", 2),
     ],
@@ -74,7 +76,7 @@ def test_gradients_step_and_norm_equal_one_process(ranks: Any, scenario: str, wo
         assert_same_update(ranks(scenario, world, rank), single)
 
 
-@pytest.mark.parametrize("scenario", ["lora_even", "lora_uneven", "full", "forward_process"])
+@pytest.mark.parametrize("scenario", ["lora_even", "lora_uneven", "full", "forward_process", "preference"])
 def test_the_loss_is_the_count_weighted_mean_over_ranks(ranks: Any, scenario: str) -> None:
     single = ranks(scenario, 1)["metrics"]
     parts = [ranks(scenario, 2, rank)["metrics"] for rank in range(2)]
@@ -105,6 +107,21 @@ def test_a_rank_reads_its_own_shard_only(ranks: Any) -> None:
     assert apart(ranks("full", 2)["stream"], ranks("full", 1)["stream"]) <= 1e-6
 
 
+def test_ranks_clip_the_norm_of_the_whole_gradient(ranks: Any) -> None:
+    for world, rank in ((1, 0), (2, 0), (2, 1), (4, 3)):
+        found = ranks("lora_uneven", world, rank)
+        assert found["norm"] > 0.002
+        clipped = sum(float(g.double().square().sum()) for g in found["clipped"].values()) ** 0.5
+        assert clipped == pytest.approx(0.001, rel=2e-3)
+
+
+def test_two_ranks_go_on_bitwise_from_their_checkpoint(ranks: Any) -> None:
+    for rank in range(2):
+        found, expected = ranks("load", 2, rank), ranks("save", 2, rank)
+        assert all(apart(found[part], expected[part]) == 0.0 for part in ("grads", "weights"))
+        assert (found["norm"], found["metrics"]) == (expected["norm"], expected["metrics"])
+
+
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_checkpoint_of_two_ranks_goes_on_with_one_or_four(ranks: Any, world: int) -> None:
     assert_same_update(ranks("load", world), ranks("save", 2))
@@ -126,7 +143,6 @@ def test_mixed_precision_keeps_fp32_weights_and_agrees_within_bf16(ranks: Any) -
     assert single["grads"].keys() == plain["grads"].keys()
 
 
-@pytest.mark.skipif(CUDA, reason="with NCCL the launcher ends the others")
 def test_a_failing_rank_ends_the_others_with_its_error(ranks: Any) -> None:
     first, second = ranks("failing", 2, 0), ranks("failing", 2, 1)
     assert second["error"] == "ZeroDivisionError"
@@ -134,3 +150,17 @@ def test_a_failing_rank_ends_the_others_with_its_error(ranks: Any) -> None:
     assert "rank 1" in first["text"]
     assert "the reward of sample 3 was empty" in first["text"]
     assert first["seconds"] < 20.0
+
+
+@pytest.mark.skipif(CUDA, reason="plays the part of NCCL")
+def test_ranks_that_would_wait_for_ever_are_ended_with_the_error(ranks: Any) -> None:
+    first, second = (ranks("aborting", 2, rank) for rank in range(2))
+    for found in (first, second):  # a batch that is wrong everywhere harms nobody
+        assert (found["all raise"]["error"], found["all raise"]["aborts"]) == ("ZeroDivisionError", 0)
+        assert found["all raise"]["seconds"] < 10.0
+    for case in ("one raises", "one raised before"):
+        assert (first[case]["error"], second[case]["error"]) == ("RankError", "ZeroDivisionError")
+        assert "rank 1" in first[case]["text"]
+        assert "the reward of sample 3 was empty" in first[case]["text"]
+        assert first[case]["aborts"] == second[case]["aborts"] == 1
+        assert first[case]["seconds"] < 20.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +164,6 @@ def test_fp32_adapters_over_a_bf16_base(make_engine: Any, make_batch: Any, stir:
 
 
 def test_a_missing_shard_is_named(make_engine: Any, tiny_qwen: Path, tmp_path: Path) -> None:
-    import json
-
     folder = tmp_path / "model"
     model = stock(tiny_qwen)
     model.save_pretrained(folder / "transformer", max_shard_size="100KB")
@@ -180,3 +180,28 @@ def test_a_missing_shard_is_named(make_engine: Any, tiny_qwen: Path, tmp_path: P
     with pytest.raises(EngineError, match="safetensors"):
         make_engine(path=folder)
     assert json.loads((folder / "model_index.json").read_text())
+
+
+@pytest.mark.parametrize("sharding", ["never", "always"])
+def test_weights_that_do_not_fit_the_config_are_refused(
+    make_engine: Any, tiny_qwen: Path, tmp_path: Path, sharding: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    def build(name: str) -> Any:
+        return make_engine(path=tmp_path / name, engine={"sharding": sharding})
+
+    for name in ("shape", "missing"):
+        shutil.copytree(tiny_qwen, tmp_path / name)
+    config = tmp_path / "shape" / "transformer" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"joint_attention_dim": 32}))
+    with pytest.raises(EngineError, match="txt_"):
+        build("shape")
+    file = tmp_path / "missing" / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    del tensors["transformer_blocks.1.attn.to_k.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(EngineError, match=r"transformer_blocks\.1\.attn\.to_k\.weight"):
+        build("missing")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

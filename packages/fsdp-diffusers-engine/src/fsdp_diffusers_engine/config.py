@@ -101,7 +101,7 @@ class FSDPEngineConfig:
     optimizer_offload: bool = False
     """Keep the optimizer's state on the CPU outside ``train_mode``."""
     activation_offload: bool = False
-    """Keep the activations saved for backward in pinned CPU memory."""
+    """Keep the activations saved for backward (block inputs, or all of them without checkpointing) in pinned CPU memory."""
     ulysses_sequence_parallel_size: int = 1
     """Ranks that share one sample's tokens (Ulysses), for transformers with a context-parallel plan in diffusers."""
     use_torch_compile: bool = False

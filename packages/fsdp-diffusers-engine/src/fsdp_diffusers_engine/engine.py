@@ -235,7 +235,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
         """The transformer's velocity, [B, …] fp32; the same function that the rollout calls."""
         keep: AbstractContextManager[Any] = nullcontext()
         if self.engine_config.activation_offload and torch.is_grad_enabled():
-            keep = torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
+            keep = offload.activations_on_cpu()
         with keep:
             return self.spec.velocity(self.module, latents, sigma, cond, negative=negative, **meta.velocity_kwargs)
 

@@ -1,9 +1,44 @@
-"""Moving parameters, gradients and optimizer state between the device and the CPU."""
+"""Moving parameters, gradients, optimizer state and activations between the device and the CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
+
+
+@contextmanager
+def activations_on_cpu() -> Iterator[None]:
+    """What a forward inside saves for its backward waits on the CPU, in pinned memory where there is a GPU.
+
+    Weights stay: a linear layer saves its own for the gradient of its input, and without checkpointing a copy of every
+    one would cross the bus in every forward (``torch.autograd.graph.save_on_cpu`` does that). Copies are queued on the
+    stream, so forward does not wait for them.
+    """
+    with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+        yield
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether a saved tensor is a parameter, or a view of one (its transpose, most often)."""
+    base = tensor._base if tensor._is_view() else tensor
+    return isinstance(base, nn.Parameter)
+
+
+def _pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+    if is_weight(tensor):
+        return tensor
+    kept = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
+    return tensor.device, kept.copy_(tensor, non_blocking=True)
+
+
+def _unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    device, kept = packed
+    return kept.to(device, non_blocking=True)
 
 
 def move_module(module: nn.Module, device: torch.device, *, grad: bool = True) -> None:

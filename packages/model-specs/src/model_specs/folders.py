@@ -65,11 +65,16 @@ def load_part(path: str | Path, part: str, dtype: torch.dtype, device: torch.dev
 
 
 def load_diffusers(class_name: str, folder: Path, dtype: torch.dtype, device: torch.device | str) -> Any:
-    """A diffusers model in eval mode; SpecError when its weights are missing."""
+    """A diffusers model in eval mode; SpecError when weights are missing or have other shapes than config.json says."""
     import diffusers
 
     try:
-        model = getattr(diffusers, class_name).from_pretrained(folder, dtype=dtype)
-    except OSError as error:
+        model, info = getattr(diffusers, class_name).from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError) as error:
         raise SpecError(f"Cannot load {class_name} from {str(folder)!r}: {error}") from error
+    if missing := sorted(info["missing_keys"]):  # diffusers goes on with whatever memory holds
+        raise SpecError(
+            f"{str(folder)!r} has no weights for {missing[0]!r} ({len(missing)} missing in all): config.json and weights "
+            "differ, or a file was not copied."
+        )
     return model.to(device).eval()
