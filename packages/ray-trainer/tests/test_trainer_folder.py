@@ -109,3 +109,7 @@ def test_the_schema_refuses_rounded_missing_and_misshapen_tensors():
         check(batch_of(), (*names, "rm_scores"), "rollout")
     with pytest.raises(TrainingFailed, match="'rm_scores' has shape"):
         check(batch_of(rm_scores=torch.zeros(4, 2)), ("rm_scores",), "reward")
+    for dtype in (torch.float32, torch.bfloat16):  # prompts come in the rollout's type
+        check(batch_of(prompt_embeds=torch.zeros(4, 7, 8, dtype=dtype)), ("prompt_embeds",), "rollout")
+    with pytest.raises(TrainingFailed, match="'prompt_embeds' is torch.int64, but both engines need a floating-point"):
+        check(batch_of(prompt_embeds=torch.zeros(4, 7, 8, dtype=torch.long)), ("prompt_embeds",), "rollout")

@@ -34,7 +34,7 @@ MAIN_KEYS = """\
   trainer.run_dir=FOLDER           where everything is written  data.prompts_per_step=6   prompts per step
   trainer.on_existing=resume       or delete, or raise          actor.optim.lr=1e-3       learning rate
   trainer.seed=0                   of everything random         model.lora_rank=16        size of the adapter
-  model.path=FOLDER                a diffusers pipeline         reward.name=ocr           any reward of image_rewards
+  model.path=FOLDER                or a Hugging Face Hub id     reward.name=ocr           any reward of image_rewards
   data.train_file=FILE             JSON lines with "prompt"     ray.address=auto          join a running Ray cluster"""
 
 
@@ -46,7 +46,9 @@ def _summary(recipe: Path) -> str:
 
 def help_text(app: App) -> str:
     """What `--help` prints."""
-    recipes = "\n".join(f"  {path.stem:<18} {_summary(path)}" for path in sorted(app.recipes.glob("*.yaml")))
+    files = sorted(app.recipes.glob("*.yaml"))
+    width = max(len(path.stem) for path in files)
+    recipes = "\n".join(f"  {path.stem:<{width}}  {_summary(path)}" for path in files)
     return (
         f"{app.name}: {app.summary}\n\n"
         f"usage: {app.name} [recipe=NAME|FILE.yaml] [key=value …] [--dry-run] [--help]\n\n"

@@ -15,11 +15,11 @@ from ray_trainer.errors import TrainingFailed
 
 @dataclass(frozen=True)
 class Key:
-    """One tensor of a batch. `shape` is symbolic; a letter stands for one size throughout the batch."""
+    """One tensor of a batch. `shape` is symbolic; a letter stands for one size throughout the batch. dtype None is any float."""
 
     name: str
     shape: str
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     writer: str
     readers: str
 
@@ -34,7 +34,8 @@ KEYS: tuple[Key, ...] = (
     Key("std", "B W", torch.float32, "rollout", "policy-gradient losses"),
     Key("rollout_log_probs", "B W", torch.float32, "rollout", "parity metric, correction"),
     Key("final_latents", "B …", torch.float32, "rollout", "forward-process engine"),
-    Key("prompt_embeds", "B S C", torch.float32, "rollout", "both engines"),
+    # In the type that the text encoder computed them in, `rollout.dtype`: rounded once, and the same on both sides.
+    Key("prompt_embeds", "B S C", None, "rollout", "both engines"),
     Key("prompt_embeds_mask", "B S", torch.bool, "rollout", "both engines"),
     Key("old_log_probs", "B W", torch.float32, "trainer or rollout", "policy-gradient losses"),
     Key("old_means", "B W …", torch.float32, "trainer", "GRPO-Guard, Flow-DPPO"),
@@ -64,8 +65,10 @@ def check(batch: TensorDict, names: tuple[str, ...], after: str) -> None:
             raise TrainingFailed(
                 f"after {after} the batch lacks {name!r} [{key.shape}], which {key.writer} should have written"
             )
-        if value.dtype != key.dtype:
-            raise TrainingFailed(f"after {after}, {name!r} is {value.dtype}, but {key.readers} need {key.dtype}")
+        if value.dtype != key.dtype if key.dtype is not None else not value.is_floating_point():
+            raise TrainingFailed(
+                f"after {after}, {name!r} is {value.dtype}, but {key.readers} need {key.dtype or 'a floating-point type'}"
+            )
         letters = key.shape.split()
         wanted = [letter for letter in letters if letter != "…"]
         fits = value.ndim == len(wanted) or (letters[-1] == "…" and value.ndim >= len(wanted))
