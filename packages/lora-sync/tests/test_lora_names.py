@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,6 +112,23 @@ def engine() -> dict[str, dict[str, set[str]]]:
         installed = record["vllm-omni"]
     assert installed == record["vllm-omni"], "vLLM-Omni changed: run tests/vllm_modules.py and check the maps"
     return {k: {kind: set(names) for kind, names in v.items()} for k, v in record["architectures"].items()}
+
+
+def test_the_engine_holds_what_was_sent_layer_by_layer(engine):
+    """The installed vLLM-Omni: its modules are the recorded ones, and its own LoRA manager binds our names, all of them."""
+    if importlib.util.find_spec("vllm_omni") is None:
+        pytest.skip("needs vLLM-Omni")
+    script = Path(__file__).with_name("vllm_modules.py")
+    environment = {**os.environ, "OMNI_ROLLOUT_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert {k: {kind: set(v) for kind, v in x.items()} for k, x in found["architectures"].items()} == engine
+    assert set(found["bound"]) == {*ARCHITECTURES, "wan i2v"}
+    for name, result in found["bound"].items():
+        assert result["engine_layers"] >= len(engine[name]["adaptable"]), name  # one may have two names
+        assert result["layers"] >= result["engine_layers"], name
+        assert result["apart"] == 0.0, name
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
