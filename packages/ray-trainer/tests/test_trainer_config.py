@@ -56,6 +56,17 @@ def test_updates_per_step_counts_pairs(tmp_path):
     assert updates_per_step(compose("dpo-online", tmp_path / "r.yaml", pairs)) == 6  # 10 rows in threes of four, twice
 
 
+def test_another_reward_does_not_get_the_recipes_options(tmp_path):
+    (tmp_path / "r.yaml").write_text("base: builtin:tiny\nreward: {name: pickscore, options: {path: somewhere}}\n")
+    assert compose("flowgrpo", tmp_path / "r.yaml", []).reward.options == {"path": "somewhere"}
+    assert compose("flowgrpo", tmp_path / "r.yaml", ["reward.options.device=cpu"]).reward.options == {
+        "path": "somewhere",
+        "device": "cpu",
+    }
+    other = compose("flowgrpo", tmp_path / "r.yaml", ["reward.name=ocr", "reward.options={lang: en}"])
+    assert (other.reward.name, other.reward.options) == ("ocr", {"lang": "en"})
+
+
 def test_who_samples(tmp_path):
     (tmp_path / "r.yaml").write_text("base: builtin:tiny\n")
     make = lambda *overrides: compose("flowgrpo", tmp_path / "r.yaml", list(overrides))  # noqa: E731

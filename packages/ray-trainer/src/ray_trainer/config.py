@@ -237,6 +237,8 @@ def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
         recipe = _load_recipe(recipe_file)
         given = OmegaConf.from_dotlist(overrides)
         _refuse_unknown(OmegaConf.to_container(given, resolve=False), RunConfig, "the command line")
+        if given.get("reward", {}).get("name") and "reward" in recipe:
+            recipe.reward.options = {}  # they belong to the reward that was replaced
         # One place for each fact: the engine's config holds the model too, and gets it from here.
         fixed = {"app": app, "recipe": recipe_file.stem, "actor": {"model_config": "${model}"}}
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), recipe, given, fixed)

@@ -118,6 +118,10 @@ class ActorRolloutRefWorker:
         for key, value in asdict(rollout.pipeline).items():
             if value is not None:
                 data.set_non_tensor(key, value)
+        if self.config.actor.diffusion_loss.family == "forward_process":
+            data.set_non_tensor(
+                "true_cfg_scale", 1.0
+            )  # these losses match the conditional velocity, however it was sampled
         data.set_non_tensor("kind", rollout.algo.kind)
         data.set_non_tensor("noise_level", rollout.algo.noise_level)
         return data
