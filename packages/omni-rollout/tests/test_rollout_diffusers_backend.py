@@ -8,6 +8,7 @@ from omni_rollout.backend import RolloutBackend
 from omni_rollout.diffusers_backend import DiffusersBackend
 from omni_rollout.errors import LifecycleError, RolloutConfigError, SyncError
 from sde_samplers import Trajectory, replay
+from sde_samplers.logprob import gaussian_log_prob
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,14 @@ def requests_of(make_request, count=8, **changes):
 def test_it_follows_the_protocol(backend):
     assert isinstance(backend, RolloutBackend)
     assert backend.health().state == "ready"
+
+
+def test_means_come_when_they_are_asked_for(backend, make_request):
+    plain, asked = (backend.generate(requests_of(make_request, return_means=ask))[0] for ask in (False, True))
+    assert "means" not in plain.extra_fields
+    trace = asked.extra_fields
+    again = gaussian_log_prob(trace["next_latents"], trace["means"], trace["std"])
+    torch.testing.assert_close(again, asked.log_probs, rtol=0, atol=1e-6)
 
 
 def test_equal_calls_are_bitwise_equal_and_seeds_matter(backend, make_request):

@@ -35,6 +35,7 @@ def compatibility_key(request: GenerationRequest) -> tuple[Hashable, ...]:
         request.adapter,
         request.start_step,
         request.return_trajectory,
+        request.return_means,
     )
 
 

@@ -185,7 +185,7 @@ class DiffusersBackend:
             x, part = (1 - level) * clean + level * x, SigmaSchedule(schedule.sigmas[start:])
         window = torch.tensor([r.window for r in batch], dtype=torch.long) - start if first.window else None
         names: dict[str, Any] = {"kind": first.kind, "solver": first.solver}  # checked when the requests were made
-        names["solver_steps"] = "post" if first.tail_ratio < 1 else "all"
+        names |= {"solver_steps": "post" if first.tail_ratio < 1 else "all", "return_means": first.return_means}
         return rollout(velocity, x, part, noise_level=first.noise_level, window=window, generators=generators, **names)
 
     def _schedule(self, request: GenerationRequest) -> SigmaSchedule:

@@ -39,7 +39,8 @@ class Fleet:
         self.router: Router
         self._resync = resync
         self._payloads: dict[str, Any] = {}
-        self._base_changed = False
+        self._base_syncs = 0
+        self._asleep = False
         self._places: list[tuple[Node, str | None]] = []
 
     @classmethod
@@ -120,16 +121,37 @@ class Fleet:
     async def _restart(self, place: int) -> Replica:
         await self.router.replicas[place].close()
         replica = await self._start(place)
-        if self._base_changed:
-            if self._resync is None:
-                raise RolloutConfigError(
-                    "base weights were synced before, so a new replica needs them too: launch the fleet with `resync`."
-                )
-            await self._resync(replica)
-        # Oldest version first: a backend refuses to go back.
-        for adapter, payload in sorted(self._payloads.items(), key=lambda item: item[1].version):
-            await self._bind(replica, payload, adapter)
+        await self._bring_up_to_date(replica)
         return replica
+
+    async def _bring_up_to_date(self, replica: Replica) -> None:
+        """Base weights, adapters and sleep, as the living replicas have them.
+
+        What the fleet was sent while this one was starting went to the others alone, so it is asked again until nothing
+        is left to do; there is no await between the last look and the return.
+        """
+        base, bound = 0, dict[str, Any]()
+        while True:
+            if base != self._base_syncs:
+                if self._resync is None:
+                    raise RolloutConfigError(
+                        "base weights were synced before, so a new replica needs them too: launch the fleet with `resync`."
+                    )
+                base = self._base_syncs
+                await self._resync(replica)
+                continue
+            missing = [item for item in self._payloads.items() if bound.get(item[0]) is not item[1]]
+            if missing:
+                adapter, payload = min(missing, key=lambda item: item[1].version)  # a backend refuses to go back
+                await self._bind(replica, payload, adapter)
+                bound[adapter] = payload
+                continue
+            if self._asleep:  # the others gave their GPUs back meanwhile
+                await replica.sleep()
+                if not self._asleep:
+                    await replica.wake_up()
+                    continue
+            return
 
     @staticmethod
     async def _bind(replica: Replica, payload: Any, adapter: str) -> Any:
@@ -152,7 +174,7 @@ class Fleet:
         """Every replica gets the full weights. `named` is read once and kept for the replicas that come after the first."""
         await self.router.drain()
         try:
-            self._base_changed = True
+            self._base_syncs += 1
             weights = list(named)
             return [await replica.update_weights(weights, version) for replica in self.router.living()]
         finally:
@@ -161,10 +183,12 @@ class Fleet:
     async def sleep(self) -> None:
         """Finish what is in flight, then give the GPUs back; requests wait until `wake_up`."""
         await self.router.drain()
+        self._asleep = True
         await self.router.broadcast("sleep")
 
     async def wake_up(self) -> None:
         """Take the GPUs again and let requests through."""
+        self._asleep = False
         await self.router.broadcast("wake_up")
         self.router.admit()
 

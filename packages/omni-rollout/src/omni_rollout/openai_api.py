@@ -69,32 +69,45 @@ def create_app(client: Client, pipeline: DiffusionPipelineConfig, model: str = "
     return app
 
 
-async def serve_images(
-    client: Client, pipeline: DiffusionPipelineConfig, model: str, port: int
-) -> asyncio.Future[None]:
-    """Serve `create_app` on 127.0.0.1:`port`, and return once it takes connections; cancel the result to end it.
+class ImageServer:
+    """`create_app` on 127.0.0.1, in the event loop that starts it. Args as there."""
 
-    Raises:
-        RolloutConfigError: the port cannot be had. MissingExtraError: uvicorn is not installed.
-    """
-    app = create_app(client, pipeline, model)
-    try:
-        import uvicorn
-    except ImportError as error:
-        raise MissingExtraError("serving needs uvicorn: pip install './packages/omni-rollout[http]'") from error
-    # Bound here: uvicorn would end the whole process over a port that is taken.
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(("127.0.0.1", port))
-    except OSError as error:
-        listener.close()
-        raise RolloutConfigError(f"vllm_omni.openai_port={port!r} cannot be had ({error}): choose another.") from error
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
-    task: asyncio.Future[None] = asyncio.ensure_future(server.serve(sockets=[listener]))
-    while not server.started and not task.done():
-        await asyncio.sleep(0.01)
-    return task
+    def __init__(self, client: Client, pipeline: DiffusionPipelineConfig, model: str = "policy") -> None:
+        self._app = create_app(client, pipeline, model)
+        self._server: Any = None
+        self._task: asyncio.Future[None] | None = None
+
+    async def start(self, port: int) -> None:
+        """Returns once connections are taken.
+
+        Raises:
+            RolloutConfigError: the port cannot be had. MissingExtraError: uvicorn is not installed.
+        """
+        try:
+            import uvicorn
+        except ImportError as error:
+            raise MissingExtraError("serving needs uvicorn: pip install './packages/omni-rollout[http]'") from error
+        # Bound here: uvicorn would end the whole process over a port that is taken.
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            listener.close()
+            raise RolloutConfigError(
+                f"vllm_omni.openai_port={port!r} cannot be had ({error}): choose another."
+            ) from error
+        self._server = uvicorn.Server(uvicorn.Config(self._app, log_level="warning"))
+        self._task = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+        while not self._server.started and not self._task.done():
+            await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        """Finish what is being answered, and free the port."""
+        if self._task is not None:
+            self._server.should_exit = True
+            await self._task
+            self._task = None
 
 
 def requests_of(body: dict[str, Any], pipeline: DiffusionPipelineConfig, number: int) -> list[GenerationRequest]:

@@ -36,7 +36,8 @@ def pack(
     parts: dict[str, Tensor] = {}
     log_probs = None
     if first.window and first.return_trajectory:
-        parts = {name: getattr(trajectory, name).cpu() for name in ("latents", "next_latents", "step_index", "std")}
+        names = ("latents", "next_latents", "step_index", "std", *(["means"] if first.return_means else []))
+        parts = {name: getattr(trajectory, name).cpu() for name in names}
         parts["step_index"] = parts["step_index"] + first.start_step
         log_probs = None if trajectory.log_probs is None else trajectory.log_probs.cpu()
     embeds: dict[str, list[Tensor]] = {}

@@ -38,7 +38,7 @@ class Replica(ABC):
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Any backend method by name; errors are typed as for `generate`."""
         if self.handle is None:
-            raise RolloutConfigError(f"{self.name} is not running: launch it first.")
+            raise ReplicaDeadError(f"{self.name} is not running: it was closed, or never launched.")
         try:
             return await getattr(self.handle, method).remote(*args, **kwargs)
         except asyncio.CancelledError:

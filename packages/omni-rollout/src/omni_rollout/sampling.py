@@ -18,7 +18,7 @@ _PIPELINE_FIELDS = (
     "max_sequence_length",
 )
 _ALGO_FIELDS = ("kind", "noise_level", "solver", "shared_noise", "tail_ratio")
-_OVERRIDES = (*_PIPELINE_FIELDS, *_ALGO_FIELDS, "window", "return_trajectory", "adapter")
+_OVERRIDES = (*_PIPELINE_FIELDS, *_ALGO_FIELDS, "window", "return_trajectory", "return_means", "adapter")
 
 
 def window_steps(algo: DiffusionRolloutAlgoConfig, num_steps: int, training_step: int = 0) -> tuple[int, ...]:

@@ -52,6 +52,8 @@ class GenerationRequest:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     return_trajectory: bool = True
     """Return window latents and prompt embeddings; without it only the picture and the final latents come back."""
+    return_means: bool = False
+    """Return the means of the window's transitions too: losses that compare means need no second forward for the old ones."""
     solver: str = "euler"
     """Integrator of the ODE steps: euler, dpm1, dpm2 or dpm3."""
     shared_noise: bool = False

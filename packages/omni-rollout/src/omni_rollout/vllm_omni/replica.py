@@ -50,7 +50,9 @@ class vLLMOmniReplica(Replica):
         self.rollout_mode, self.node, self.cpus, self.handle = rollout_mode, node, cpus, handle
         self.devices = devices
         self.name = f"vllm-omni-{replica_rank}"
-        self.server_class = vLLMOmniHttpServer
+
+    server_class: type[vLLMOmniHttpServer] = vLLMOmniHttpServer
+    """What the actor is made of."""
 
     @property
     def gpus(self) -> int:

@@ -35,6 +35,7 @@ class Knobs:
     noise_level: float
     window: tuple[int, ...]
     return_trajectory: bool = True
+    return_means: bool = False
     start_step: int = 0
     init_latents: Tensor | None = None
     solver: str = "euler"
@@ -168,6 +169,7 @@ class RolloutBatch:
     def _record(self, members: list[int], before: Tensor, step: Any) -> None:
         for j, i in enumerate(members):
             kept = {"latents": before[j], "next_latents": step.prev_sample[j], "std": step.std[j]}
+            kept |= {"means": step.mean[j]} if self.rows[i].return_means else {}
             self.records[i].append({**kept, "log_probs": None if step.log_prob is None else step.log_prob[j]})
 
     def result(self, i: int, policy_version: int) -> dict[str, Any]:
@@ -186,9 +188,8 @@ class RolloutBatch:
             if pooled is not None:
                 out[f"{prefix}pooled_prompt_embeds"] = _own(pooled[i])
         if kept:
-            out |= {
-                name: _own(torch.stack([step[name] for step in kept])) for name in ("latents", "next_latents", "std")
-            }
+            names = ("latents", "next_latents", "std", *(["means"] if row.return_means else []))
+            out |= {name: _own(torch.stack([step[name] for step in kept])) for name in names}
             out["step_index"] = torch.tensor(row.window)
             if kept[0]["log_probs"] is not None:
                 out["log_probs"] = _own(torch.stack([step["log_probs"] for step in kept]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,7 @@ from ..backend import Health, WeightReceipt
 from ..config import DiffusionRolloutConfig
 from ..errors import LifecycleError, ReplicaDeadError, ReplicaError, RolloutConfigError
 from ..lifecycle import Lifecycle
-from ..openai_api import serve_images
+from ..openai_api import ImageServer
 from ..types import DiffusionOutput, GenerationRequest
 from .engine_weights import EngineWeights
 from .launch import start_engine
@@ -78,7 +79,7 @@ class vLLMOmniHttpServer:
         self._seconds = {"start": 0.0, "generate": 0.0}
         self._prompts = Prompts(model_config.path, self.entry)
         self._busy_since = 0.0
-        self._serving: asyncio.Future[None] | None = None
+        self._images: ImageServer | None = None
 
     @property
     def policy_version(self) -> int:
@@ -107,7 +108,8 @@ class vLLMOmniHttpServer:
         port = self.config.vllm_omni.openai_port
         if port is not None:
             name = Path(self.model_config.path).name
-            self._serving = await serve_images(_People(self), self.config.val_kwargs.pipeline, name, port)
+            self._images = ImageServer(_People(self), self.config.val_kwargs.pipeline, name)
+            await self._images.start(port)
         self._seconds["start"] = time.perf_counter() - start
         return self._seconds["start"]
 
@@ -117,8 +119,8 @@ class vLLMOmniHttpServer:
     async def shutdown(self) -> None:
         """End the engine and its processes."""
         engine, self.engine = self.engine, None
-        if self._serving is not None:
-            self._serving.cancel()
+        if self._images is not None:
+            await self._images.close()
         self.lifecycle.fail("it was shut down")
         if engine is not None:
             engine.shutdown()
@@ -219,12 +221,12 @@ class vLLMOmniHttpServer:
 
     async def weights_sum(self) -> str:
         """Content sum of the transformer's base weights (see `weights.content_sum`)."""
-        self._awake("weights_sum")
+        self._must_be("weights_sum", "ready", "paused", "syncing")
         return str(await self._rpc("weights_sum"))
 
     async def facts(self) -> dict[str, Any]:
         """What the worker says about itself: policy version, LoRA layers and ids, prompts in the cache."""
-        self._awake("facts")
+        self._must_be("facts", "ready", "paused", "syncing")
         facts: dict[str, Any] = await self._rpc("engine_facts")
         return facts
 
@@ -249,7 +251,7 @@ class vLLMOmniHttpServer:
 
     async def wake_up(self) -> None:
         """Weights back on the GPU."""
-        self._asleep()
+        self._must_be("wake_up", "asleep")
         await self.engine.wake_up()
         self.lifecycle.wake_up()
 
@@ -277,13 +279,13 @@ class vLLMOmniHttpServer:
             self._seconds | {"sync": self._weights.seconds},
         )
 
-    def _awake(self, what: str) -> None:
-        if self.lifecycle.state.value not in ("ready", "paused", "syncing"):
-            raise LifecycleError(f"{what} is refused: the engine is {self.lifecycle.state.value}.")
+    async def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
 
-    def _asleep(self) -> None:
-        if self.lifecycle.state.value != "asleep":
-            raise LifecycleError(f"wake_up is refused: the engine is {self.lifecycle.state.value}, it must be asleep.")
+    def _must_be(self, what: str, *states: str) -> None:
+        if (state := self.lifecycle.state.value) not in states:
+            raise LifecycleError(f"{what} is refused: the engine is {state}, it must be {' or '.join(states)}.")
 
     async def _rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return checked(method, await self.engine.collective_rpc(method, args=args, kwargs=kwargs))

@@ -25,6 +25,7 @@ def knobs_of(request: GenerationRequest) -> Knobs:
         noise_level=request.noise_level,
         window=request.window,
         return_trajectory=request.return_trajectory,
+        return_means=request.return_means,
         start_step=request.start_step,
         init_latents=request.init_latents,
         solver=request.solver,

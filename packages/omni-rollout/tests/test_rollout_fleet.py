@@ -1,0 +1,128 @@
+"""A fleet without processes: what a replica that comes late is sent, whatever happens while it starts."""
+
+import asyncio
+import types
+
+import pytest
+from omni_rollout import fleet as fleet_module
+from omni_rollout.config import DiffusionRolloutConfig, RouterConfig
+from omni_rollout.errors import RolloutError
+from omni_rollout.fleet import Fleet
+from omni_rollout.placement import Node
+from omni_rollout.replica import DiffusersReplica, LocalHandle
+
+
+def payload(version, name):
+    return types.SimpleNamespace(version=version, name=name)
+
+
+class Target:
+    """A backend that keeps a diary."""
+
+    def __init__(self, number, gate=None):
+        self.number, self.diary, self.dead, self.gate = number, [], False, gate
+
+    async def generate_sequences(self, requests):
+        if self.dead:
+            raise ConnectionError("gone")
+        return [types.SimpleNamespace(stop_reason="completed", number=self.number) for _ in requests]
+
+    async def update_lora(self, payload, adapter="default"):
+        if self.gate:
+            await self.gate.wait()
+        self.diary.append((adapter, payload.version))
+
+    async def update_weights(self, named, version):
+        self.diary.append(("base", version))
+
+    async def sleep(self):
+        self.diary.append("sleep")
+
+    async def wake_up(self):
+        self.diary.append("wake_up")
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """Fleets of diary keepers; `made` lists them in the order of their birth."""
+    made, gates = [], {}
+
+    class DiaryFleet(Fleet):
+        async def _start(self, place):
+            target = Target(len(made), gates.get(len(made)))
+            made.append(target)
+            await asyncio.sleep(0)
+            return DiffusersReplica(LocalHandle(target), name=f"diary-{place}")
+
+        @staticmethod
+        async def _bind(replica, payload, adapter):
+            return await replica.update_lora(payload, adapter)
+
+    monkeypatch.setattr(fleet_module, "cluster_nodes", lambda: [Node("n", "n", 0, 8)])
+
+    async def launch(replicas=2, gate=None, **options):
+        gates[replicas] = gate  # of the first one that replaces another
+        config = DiffusionRolloutConfig(num_replicas=replicas, router=RouterConfig(request_timeout_s=5))
+        return await DiaryFleet.launch(config, None, **options), made
+
+    return launch
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def test_a_new_replica_is_sent_every_adapter_oldest_version_first(launch, make_request):
+    async def run():
+        fleet, made = await launch()
+        await fleet.update_lora(payload(1, "old"), "old")
+        await fleet.update_lora(payload(4, "default"))
+        await fleet.update_lora(payload(3, "old"), "old")
+        made[0].dead = True
+        output = await fleet.router.generate(make_request())
+        await until(lambda: len(made) == 3 and not fleet.router._restarts)
+        return output, made[2].diary, fleet.router.metrics()
+
+    output, diary, metrics = asyncio.run(run())
+    assert output.number == 1
+    assert diary == [("old", 3), ("default", 4)]
+    assert (metrics["rollout/deaths"], metrics["rollout/restarts"], metrics["rollout/replicas_alive"]) == (1, 1, 2)
+
+
+def test_what_is_sent_while_a_replica_starts_reaches_it_too(launch, make_request):
+    async def run():
+        held = asyncio.Event()
+        fleet, made = await launch(gate=held)
+        await fleet.update_lora(payload(1, "default"))
+        made[0].dead = True
+        await fleet.router.generate(make_request())
+        await until(lambda: len(made) == 3)
+        # The first adapter is on its way to the new one.
+        await fleet.update_lora(payload(2, "default"))
+        await fleet.sleep()
+        held.set()
+        await until(lambda: not fleet.router._restarts)
+        await fleet.wake_up()
+        return [target.diary for target in made[1:]]
+
+    living, late = asyncio.run(run())
+    assert living == [("default", 1), ("default", 2), "sleep", "wake_up"]
+    assert late[-3:] == [("default", 2), "sleep", "wake_up"]
+
+
+def test_base_weights_need_a_way_back(launch, make_request):
+    async def run(**options):
+        fleet, made = await launch(1, **options)
+        await fleet.update_weights([("w", 1.0)], version=7)
+        made[-1].dead = True
+        await fleet.router.generate(make_request())
+        return made[-1].diary
+
+    async def resync(replica):
+        await replica.update_weights([("w", 1.0)], 7)
+
+    assert asyncio.run(run(resync=resync)) == [("base", 7)]
+    with pytest.raises(RolloutError, match="launch the fleet with `resync`"):
+        asyncio.run(run())

@@ -1,0 +1,120 @@
+"""Replicas as processes on two Ray nodes: placed as asked, refused at once when they do not fit, replaced when they hang.
+
+What a killed or failing engine does to a batch is in `test_rollout_vllm_faults.py`, every fault of a backend without
+processes in `test_rollout_router.py`.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+import types
+
+import cloudpickle
+import psutil
+import pytest
+from omni_rollout.config import DiffusionRolloutConfig, RouterConfig, VllmOmniConfig
+from omni_rollout.errors import RolloutConfigError
+from omni_rollout.fleet import Fleet
+from omni_rollout.placement import cluster_nodes
+from omni_rollout.vllm_omni.replica import vLLMOmniReplica
+from omni_rollout.vllm_omni.server import vLLMOmniHttpServer
+
+
+def node_of(replica):
+    from ray._private.state import actors
+
+    return actors(replica.handle._actor_id.hex())["Address"]["NodeID"]
+
+
+def test_a_replica_that_hangs_costs_one_deadline_and_is_ended(
+    cluster, tiny, embedded, runner, make_request, difference
+):
+    """Two replicas spread over two nodes; one process is stopped in the middle of its batch."""
+    config = DiffusionRolloutConfig(
+        dtype="float32", max_batch_size=4, num_replicas=2, placement="spread",
+        router=RouterConfig(request_timeout_s=6.0, restart=False),
+    )  # fmt: skip
+    requests = [make_request(i, num_inference_steps=30) for i in range(24)]
+    expected = embedded.backend.generate(requests)
+
+    async def run():
+        fleet = await Fleet.launch(config, types.SimpleNamespace(path=tiny), cpus=0.5)
+        places = [node_of(replica) for replica in fleet.router.replicas]
+        pids = await asyncio.gather(*(replica.call("pid") for replica in fleet.router.replicas))
+        tasks = [asyncio.ensure_future(fleet.router.generate(request)) for request in requests]
+        while not (await fleet.router.replicas[0].health()).generated:
+            await asyncio.sleep(0.01)
+        start = time.perf_counter()
+        os.kill(pids[0], signal.SIGSTOP)
+        outputs = await asyncio.gather(*tasks)
+        seconds = time.perf_counter() - start
+        await fleet.close()
+        return places, pids, outputs, seconds, fleet.router.metrics()
+
+    places, pids, outputs, seconds, metrics = runner.run(run())
+    assert sorted(places) == sorted(node.node_id for node in cluster_nodes())
+    assert all(difference(a, b) <= 1e-4 for a, b in zip(outputs, expected, strict=True))
+    assert (metrics["rollout/completed"], metrics["rollout/failed"], metrics["rollout/replicas_alive"]) == (24, 0, 1)
+    assert 0 < metrics["rollout/timeouts"] == metrics["rollout/retried"] <= 12
+    assert seconds < 45  # one deadline, and the other replica's work
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    assert not alive  # a stopped process too
+
+
+class Listening(vLLMOmniHttpServer):
+    """No engine: only what it would see."""
+
+    async def launch_server(self, *args, **kwargs):
+        os.environ["CUDA_VISIBLE_DEVICES"] = self.cuda_visible_devices  # as `launch.start_engine` does
+        return 0.0
+
+    async def sees(self):
+        import ray
+
+        return os.environ["CUDA_VISIBLE_DEVICES"], ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
+
+
+def test_engines_beside_trainers_share_their_gpus(cluster, tiny, runner, monkeypatch):
+    import ray
+
+    monkeypatch.delenv("OMNI_ROLLOUT_CPU", raising=False)
+    monkeypatch.setattr(vLLMOmniReplica, "server_class", Listening)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    model = types.SimpleNamespace(path=tiny)
+
+    @ray.remote(num_cpus=0, num_gpus=2)
+    class Trainer:
+        def place(self):
+            return [(ray.get_runtime_context().get_node_id(), str(gpu)) for gpu in ray.get_gpu_ids()]
+
+    def config(replicas, tensor_parallel):
+        settings = VllmOmniConfig(tensor_model_parallel_size=tensor_parallel)
+        return DiffusionRolloutConfig(backend="vllm_omni", num_replicas=replicas, vllm_omni=settings)
+
+    async def run():
+        start = time.perf_counter()
+        with pytest.raises(RolloutConfigError, match="Missing: 3 GPUs"):
+            await Fleet.launch(config(1, 3), model, cpus=0.1)  # no node has three
+        with pytest.raises(RolloutConfigError, match="1 of them find no node.*Missing: 1 GPUs"):
+            await Fleet.launch(config(5, 1), model, cpus=0.1)
+        assert time.perf_counter() - start < 2.0
+        trainers = [Trainer.remote() for _ in range(2)]
+        held = [place for trainer in trainers for place in ray.get(trainer.place.remote())]
+        with pytest.raises(RolloutConfigError, match="do not fit"):
+            await Fleet.launch(config(1, 1), model, cpus=0.1)  # the trainers have them all
+        fleet = await Fleet.launch(config(2, 2), model, cpus=0.1, beside=held)
+        seen = [await replica.call("sees") for replica in fleet.router.replicas]
+        with pytest.raises(RolloutConfigError, match="beside the trainers: 1 of them find no node"):
+            await Fleet.launch(config(3, 2), model, cpus=0.1, beside=held)
+        await fleet.close()
+        for trainer in trainers:
+            ray.kill(trainer)
+        return held, seen
+
+    held, seen = runner.run(run())
+    for (devices, node, reserved), own in zip(seen, (held[:2], held[2:]), strict=True):
+        assert (node, devices) == (own[0][0], ",".join(gpu for _, gpu in own))
+        assert reserved == []  # Ray's books show the trainers alone
+    assert len({node for _, node, _ in seen}) == 2
