@@ -3,6 +3,7 @@
     uv run python tools/compare_recipes.py                       # all recipes, seed 0, one after another
     uv run python tools/compare_recipes.py --seeds 0 1 2         # goes on where an earlier call stopped
     uv run python tools/compare_recipes.py --recipes tiny_nft tiny_awm trainer.total_steps=20
+    uv run python tools/compare_recipes.py --parallel 8          # on a larger machine: eight at a time, two cores for each
 
 A finished run is not repeated and an interrupted one is resumed, so the command may be stopped at any time. Every run lies in its
 own folder under --out, with report and checkpoints; `table.md` there is the table. Exits 1 when a recipe's held-out strict
@@ -15,14 +16,18 @@ import argparse
 import json
 import math
 import os
+import queue
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from ray_trainer.report import compare, load_validations, read_metrics
 
+ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_ERRORS = 3.0
 
@@ -77,16 +82,43 @@ def train(out: Path, entry: Entry, seed: int, overrides: list[str]) -> None:
     command = [sys.executable, str(ROOT / "apps" / entry.app), f"recipe={entry.recipe}", f"trainer.seed={seed}"]
     command += [*entry.changes, *overrides, f"trainer.run_dir={folder}"]
     command += ["trainer.on_existing=" + ("delete" if fresh and folder.exists() else "resume")]
-    print(f"== {folder.name}", flush=True)
+    print(f"{folder.name} …", flush=True)
     start = time.monotonic()
     try:
-        code = subprocess.run(command, env={**os.environ, "OMP_WAIT_POLICY": "passive"}).returncode
+        with open(folder.parent / f"{folder.name}.log", "a", encoding="utf-8") as log:
+            code = subprocess.run(command, stdout=log, stderr=log, env=ENVIRONMENT).returncode
     finally:
         seconds = before + time.monotonic() - start
         spent.write_text(json.dumps({"seconds": seconds, "finished": False}))
     if code == 130:
         raise KeyboardInterrupt
     spent.write_text(json.dumps({"seconds": seconds, "finished": code == 0}))
+    print(f"{folder.name} " + ("done" if code == 0 else f"failed, see {folder.name}.log"), flush=True)
+
+
+def train_all(out: Path, runs: Sequence[tuple[Entry, int]], overrides: list[str], parallel: int) -> None:
+    """Every run, `parallel` at a time; then each of them has two cores to itself."""
+    cores = sorted(os.sched_getaffinity(0))
+    if parallel > max(len(cores) // 2, 1):
+        raise SystemExit(f"--parallel {parallel} needs {2 * parallel} cores, this process may use {len(cores)}")
+    pairs: queue.Queue[set[int]] = queue.Queue()
+    for place in range(parallel):
+        pairs.put(set(cores[2 * place : 2 * place + 2]) if parallel > 1 else set(cores))
+
+    def one(run: tuple[Entry, int]) -> None:
+        mine = pairs.get()
+        os.sched_setaffinity(0, mine)  # of this thread, which its processes inherit
+        try:
+            train(out, *run, overrides)
+        finally:
+            pairs.put(mine)
+
+    with ThreadPoolExecutor(parallel) as pool:
+        try:
+            list(pool.map(one, runs))
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def row(out: Path, entry: Entry, seed: int) -> tuple[list[str], float]:
@@ -144,6 +176,7 @@ def main() -> int:
     parser.add_argument("--recipes", nargs="*", help="only these (names of recipes; an ablation comes with its recipe)")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--table-only", action="store_true", help="train nothing, write the table of what is there")
     arguments, overrides = parser.parse_known_args()
     unknown = set(arguments.recipes or ()) - {entry.recipe for entry in ENTRIES}
@@ -152,9 +185,9 @@ def main() -> int:
     entries = [entry for entry in ENTRIES if not arguments.recipes or entry.recipe in arguments.recipes]
     arguments.out.mkdir(parents=True, exist_ok=True)
     try:
-        for seed in () if arguments.table_only else arguments.seeds:
-            for entry in entries:
-                train(arguments.out, entry, seed, overrides)
+        if not arguments.table_only:
+            runs = [(entry, seed) for seed in arguments.seeds for entry in entries]
+            train_all(arguments.out, runs, overrides, arguments.parallel)
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
     rows = [(entry, *row(arguments.out, entry, seed)) for entry in entries for seed in arguments.seeds]

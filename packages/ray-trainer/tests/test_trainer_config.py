@@ -75,6 +75,10 @@ def test_who_samples(tmp_path):
     assert not make("rollout.backend=vllm_omni").shares_weights
     assert make().sampling_adapters == ("default",)
     assert make("rollout.rollout_adapter=old").sampling_adapters == ("default", "old")
+    guard = "actor.diffusion_loss.loss_mode=grpo_guard"
+    assert make(guard).rollout_means
+    assert not make(guard, "algorithm.old_log_probs=trainer").rollout_means
+    assert not make().rollout_means
     assert make("rollout.rollout_adapter=reference").sampling_adapters == ("default",)
 
 

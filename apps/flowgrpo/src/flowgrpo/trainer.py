@@ -34,9 +34,10 @@ class RayFlowGRPOTrainer(RayDiffusionTrainer):
         The rollout's own numbers serve when sampler and trainer are one function; their difference is logged at every step
         as `actor/rollout_log_prob_diff_max`. Otherwise the trainer scores the trajectory again.
         """
-        needs_means = self.config.actor.diffusion_loss.needs_old_means
-        if self.config.algorithm.old_log_probs == "rollout" and not needs_means:
+        if self.config.algorithm.old_log_probs == "rollout":
             batch["old_log_probs"] = batch["rollout_log_probs"]
+            if self.config.rollout_means:
+                batch["old_means"] = batch["means"]
             return batch
         scored = self.workers.run_batch("compute_log_prob", batch)
         batch["old_log_probs"], batch["old_means"] = scored["log_probs"], scored["means"]
@@ -71,6 +72,6 @@ def choose_steps(batch: TensorDict, fraction: float, seed: int, step: int) -> Te
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     chosen = torch.rand(rows, window, generator=generator).argsort(dim=1)[:, :kept].sort(dim=1).values
     batch = batch.copy()
-    for key in schema.TRAJECTORY:
+    for key in [*schema.TRAJECTORY, *(["means"] if "means" in batch.keys() else [])]:  # noqa: SIM118
         batch[key] = batch[key][torch.arange(rows)[:, None], chosen]
     return batch

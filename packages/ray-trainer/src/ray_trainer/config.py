@@ -156,6 +156,11 @@ class RunConfig:
         return self.rollout.backend == "diffusers" and self.rollout.num_replicas == 1
 
     @property
+    def rollout_means(self) -> bool:
+        """Whether samples bring the means of their transitions, for a loss that reads the old ones."""
+        return self.actor.diffusion_loss.needs_old_means and self.algorithm.old_log_probs == "rollout"
+
+    @property
     def sampling_adapters(self) -> tuple[str, ...]:
         """Policy states that samplers need: `default` validates, `rollout.rollout_adapter` draws what is trained on."""
         return tuple(dict.fromkeys(n for n in ("default", self.rollout.rollout_adapter) if n != "reference"))

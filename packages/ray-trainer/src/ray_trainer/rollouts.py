@@ -82,6 +82,8 @@ class Rollouts:
         for key, values in columns.items():
             batch[key] = NonTensorStack(*values)
         batch["seed"] = torch.full((len(repeated),), int(seed or 0))
+        if not validate and self.config.rollout_means:
+            batch.set_non_tensor("sampling", {"return_means": True})
         batch.set_non_tensor("training_step", step)
         batch.set_non_tensor("validate", validate)
         return await self.agent_loop.generate_sequences(batch)

@@ -33,6 +33,7 @@ KEYS: tuple[Key, ...] = (
     Key("sigmas", "B K", torch.float32, "rollout", "both engines"),
     Key("std", "B W", torch.float32, "rollout", "policy-gradient losses"),
     Key("rollout_log_probs", "B W", torch.float32, "rollout", "parity metric, correction"),
+    Key("means", "B W …", torch.float32, "rollout, where the loss reads old means", "policy-gradient losses"),
     Key("final_latents", "B …", torch.float32, "rollout", "forward-process engine"),
     # In the type that the text encoder computed them in, `rollout.dtype`: rounded once, and the same on both sides.
     Key("prompt_embeds", "B S C", None, "rollout", "both engines"),
