@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
 
@@ -42,6 +43,41 @@ def test_bytes_round_trip_keeps_everything(dtype, tmp_path):
         assert all(
             torch.equal(again.tensors[k], v) and again.tensors[k].dtype == dtype for k, v in payload.tensors.items()
         )
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_pickling_keeps_everything(protocol):
+    payload = small(4, dtype=torch.bfloat16)
+    again = pickle.loads(pickle.dumps(payload, protocol=protocol))
+    assert again.check().metadata() == payload.metadata()
+    assert all(torch.equal(again.tensors[k], v) for k, v in payload.tensors.items())
+    assert copy.deepcopy(payload).check().hash == payload.hash
+
+
+def test_pickled_bytes_travel_beside_the_pickle_without_a_copy():
+    payload = small()
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(payload, protocol=5, buffer_callback=buffers.append)
+    assert len(buffers) == len(payload.tensors)
+    assert sum(buffer.raw().nbytes for buffer in buffers) == payload.nbytes
+    arrived = pickle.loads(data, buffers=buffers).check()
+    assert {t.data_ptr() for t in arrived.tensors.values()} == {t.data_ptr() for t in payload.tensors.values()}
+    frozen = [bytes(buffer.raw()) for buffer in buffers]  # a store that nobody may write into, like Ray's
+    assert pickle.loads(data, buffers=frozen).check().hash == payload.hash
+    frozen[0] = frozen[0][:-1] + bytes([frozen[0][-1] ^ 1])
+    with pytest.raises(CorruptPayloadError, match="content hash"):
+        pickle.loads(data, buffers=frozen).check()
+
+
+def test_extraction_to_the_host_is_the_same_snapshot(tools):
+    module = tools.adapted()
+    here, there = extract_lora(module, version=1), extract_lora(module, version=1, device="cpu")
+    assert there.hash == here.hash == there.to("cpu").hash
+    live = {p.data_ptr() for p in module.parameters()}
+    assert not live & {t.data_ptr() for t in there.tensors.values()}
+    assert live & {t.data_ptr() for t in extract_lora(module, version=1, device="cpu", copy=False).tensors.values()}
+    with pytest.raises(PayloadError, match="'cuda'"):
+        extract_lora(module, version=1, device="cuda")
 
 
 def test_format_is_safetensors_in_both_directions():

@@ -129,13 +129,14 @@ class TrainingWorker:
         return spent
 
     def save_weights(self, name: str = "default", version: int | None = None) -> LoRAPayload:
-        """Weights for a sampler: the adapter ``name`` as a payload with version and hash. All ranks call it."""
+        """Weights for a sampler: the adapter ``name`` as a payload on the host, with version and hash. All ranks call it."""
         from lora_sync import extract_lora
 
         engine = self._engine
         if not engine.lora:
             raise EngineError("save_weights sends adapters, and lora_rank is 0; stream get_per_tensor_param instead")
-        return extract_lora(engine.module, name, version=engine.optimizer_steps if version is None else version)
+        version = engine.optimizer_steps if version is None else version
+        return extract_lora(engine.module, name, version=version, device="cpu")
 
     def save_state(self, path: str, global_step: int = 0) -> str:
         """Write a checkpoint; returns its folder."""

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from .errors import PayloadError
+from .host import on_host
 from .layers import adapter_parameters, full, is_sharded, layer_alpha, layers_of, lora_layers, neutral_name, reshard
 from .payload import LoRAPayload
 
@@ -33,6 +35,7 @@ def extract_lora(
     version: int,
     base_fingerprint: str | None = None,
     copy: bool = True,
+    device: str | None = None,
 ) -> LoRAPayload:
     """Snapshot an adapter as a `LoRAPayload`.
 
@@ -41,11 +44,18 @@ def extract_lora(
         version: larger than at the last sync of this adapter.
         base_fingerprint: of the frozen weights, when receivers should check it; see `lora_sync.fingerprint`.
         copy: False shares memory with the module: cheaper, and stale (a hash error) after the next optimizer step.
+        device: ``"cpu"`` brings an adapter from a GPU to the host first, in one go, and hashes it there: for receivers in
+            other processes. None leaves it where it is.
 
     Raises ``AdapterError`` (no such adapter) and ``PayloadError`` (DoRA, LoRA biases, embeddings). Under FSDP2 all
     ranks call it and all get the payload.
     """
-    tensors = dict(stream_lora(module, adapter_name, copy=copy))
+    if device not in (None, "cpu"):
+        raise PayloadError(f"device={device!r} is not 'cpu' or None; move the payload with payload.to(device).")
+    if device == "cpu":
+        tensors = on_host(stream_lora(module, adapter_name, copy=copy))
+    else:
+        tensors = dict(stream_lora(module, adapter_name, copy=copy))
     layers = layers_of(module, adapter_name)
     return LoRAPayload.build(
         tensors,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .codec import Plan, as_buffer, chunks, decode, encode_plan, host_pieces, seal, unseal, write_into
 from .errors import CorruptPayloadError, PayloadError
+from .host import from_buffers, on_host, out_of_band
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 _PARALLEL_HASH_BYTES = 32 * 1024 * 1024
@@ -121,9 +122,22 @@ class LoRAPayload:
 
     def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> LoRAPayload:
         """A payload on another device or in another dtype. A new dtype is new content, hence a new hash."""
-        tensors = {name: tensor.to(device=device, dtype=dtype) for name, tensor in self.tensors.items()}
+        if device is not None and torch.device(device).type == "cpu":
+            tensors = on_host((name, tensor.to(dtype=dtype)) for name, tensor in self.tensors.items())
+        else:
+            tensors = {name: tensor.to(device=device, dtype=dtype) for name, tensor in self.tensors.items()}
         moved = replace(self, tensors=tensors)
         return replace(moved, hash=moved.compute_hash()) if dtype is not None else moved
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as host tensors whose bytes travel out of band (protocol 5: Ray's), from one memory to the other.
+
+        What arrives may be read-only memory: bind it with `apply_lora`, without ``take``. Its hash is not checked on the
+        way in; `check` does that.
+        """
+        if protocol < 5:
+            return _unpickled, (bytes(self.to_bytes()),)
+        return _rebuilt, (self.metadata(), out_of_band(self.tensors))
 
     # Bytes -------------------------------------------------------------------------------------------------------
 
@@ -204,6 +218,14 @@ class LoRAPayload:
     def load(cls, path: str | os.PathLike[str], *, check: bool = True) -> LoRAPayload:
         """Read what `save` wrote."""
         return cls.from_bytes(bytearray(Path(path).read_bytes()), check=check, origin=str(path))
+
+
+def _rebuilt(meta: dict[str, Any], parts: list[tuple[str, str, tuple[int, ...], Any]]) -> LoRAPayload:
+    return LoRAPayload.from_parts(dict(from_buffers(parts)), meta, check=False, origin="pickled payload")
+
+
+def _unpickled(data: bytes) -> LoRAPayload:
+    return LoRAPayload.from_bytes(bytearray(data), check=False, origin="pickled payload")
 
 
 def modules_of(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
