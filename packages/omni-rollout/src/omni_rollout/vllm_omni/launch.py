@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config import DiffusionRolloutConfig
 from ..errors import MissingExtraError
+from .cpu_platform import enabled
 from .pipelines import pipeline_for
 
 _EXTENSION = "omni_rollout.vllm_omni.worker_extension.vLLMOmniColocateWorkerExtension"
@@ -27,6 +28,9 @@ def start_engine(config: DiffusionRolloutConfig, path: str, algorithm: str, cuda
     if cuda_visible_devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices
     os.environ.setdefault("DIFFUSION_ATTENTION_BACKEND", settings.rollout_attn_backend)
+    if enabled():
+        # A kernel library that vLLM imports compiles for CUDA in background processes, which only cost time here.
+        os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
     try:
         from vllm_omni import AsyncOmni
     except ImportError as error:
