@@ -127,7 +127,7 @@ def one_round(module: nn.Module, channel: Transport, pipe: Connection, version: 
     if check:
         pipe.send(True)
         start = time.perf_counter()
-        payload = extract_lora(module, version=version, copy=False)  # hashes what the trainer holds now
+        payload = extract_lora(module, version=version, copy=False, device="cpu")  # hashes what the trainer holds now
     else:
         payload = ready
         pipe.send(False)
