@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from .errors import PayloadError
 from .host import on_host
-from .layers import adapter_parameters, full, is_sharded, layer_alpha, layers_of, lora_layers, neutral_name, reshard
+from .layers import full, is_sharded, layer_alpha, layers_of, neutral_name, outer_modules, parameters_of, reshard
 from .payload import LoRAPayload
 
 
@@ -19,11 +20,14 @@ def stream_lora(module: nn.Module, adapter_name: str = "default", *, copy: bool 
     stay as they are in the module. ``copy=False`` hands out the live tensors where nothing had to be gathered: no
     memory is used, and the next optimizer step changes them.
     """
-    parameters = adapter_parameters(module, adapter_name)
-    reshard(module)
-    if any(is_sharded(p) for p in adapter_parameters(module, adapter_name).values()):
-        parameters = adapter_parameters(module, adapter_name)  # resharding put other Parameter objects in place
-    for name, parameter in parameters.items():
+    yield from _stream(module, layers_of(module, adapter_name), adapter_name, copy)
+
+
+def _stream(
+    module: nn.Module, layers: Mapping[str, Any], adapter_name: str, copy: bool
+) -> Iterator[tuple[str, Tensor]]:
+    reshard(module)  # this puts other Parameter objects in place, so it comes first
+    for name, parameter in parameters_of(layers, adapter_name).items():
         tensor = full(parameter)
         yield name, tensor.clone() if copy and not is_sharded(parameter) else tensor
 
@@ -52,11 +56,9 @@ def extract_lora(
     """
     if device not in (None, "cpu"):
         raise PayloadError(f"device={device!r} is not 'cpu' or None; move the payload with payload.to(device).")
-    if device == "cpu":
-        tensors = on_host(stream_lora(module, adapter_name, copy=copy))
-    else:
-        tensors = dict(stream_lora(module, adapter_name, copy=copy))
     layers = layers_of(module, adapter_name)
+    stream = _stream(module, layers, adapter_name, copy)
+    tensors = on_host(stream) if device == "cpu" else dict(stream)
     return LoRAPayload.build(
         tensors,
         alphas={name: layer_alpha(layer, adapter_name) for name, layer in layers.items()},
@@ -72,13 +74,7 @@ def _targets(module: nn.Module, adapter_name: str, adapted: set[str]) -> tuple[s
     suffixes = getattr(config, "target_modules", None)
     if not suffixes or isinstance(suffixes, str):
         return tuple(sorted(adapted))
-    wrapped = {name for name, _ in lora_layers(module)}
-    names = {neutral_name(name) for name, _ in module.named_modules()}
-    inside = {name for name in names if any(name.startswith(layer + ".") for layer in _parents(name, wrapped))}
-    selected = {name for name in names - inside if any(name == s or name.endswith("." + s) for s in suffixes)}
+    ends = tuple("." + suffix for suffix in suffixes)
+    names = (neutral_name(name) for name, _, _ in outer_modules(module))
+    selected = {name for name in names if ("." + name).endswith(ends)}
     return tuple(sorted(suffixes)) if selected == adapted else tuple(sorted(adapted))
-
-
-def _parents(name: str, wrapped: set[str]) -> list[str]:
-    parts = name.split(".")
-    return [parent for parent in (".".join(parts[:n]) for n in range(1, len(parts))) if parent in wrapped]

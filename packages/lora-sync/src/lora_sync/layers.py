@@ -7,7 +7,7 @@ name of a layer is the one it has in the bare model: ``transformer_blocks.0.attn
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,13 +28,30 @@ def neutral_name(name: str) -> str:
 
 def is_lora_layer(module: nn.Module) -> bool:
     """True for a PEFT LoRA layer: it keeps dictionaries ``lora_A``/``lora_B``/``scaling`` keyed by adapter name."""
-    return isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and hasattr(module, "scaling")
+    return isinstance(module._modules.get("lora_A"), nn.ModuleDict) and hasattr(module, "scaling")
+
+
+def outer_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    """(name, module, whether it is a LoRA layer) in the order of ``named_modules``, without what lies inside LoRA layers:
+    two thirds of an adapted transformer's modules do, and a large one has ten thousand."""
+    seen: set[int] = set()
+    waiting: list[tuple[str, nn.Module]] = [("", module)]
+    while waiting:
+        name, child = waiting.pop()
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        adapted = is_lora_layer(child)
+        yield name, child, adapted
+        if not adapted:
+            dot = name and name + "."
+            waiting += [(dot + key, inner) for key, inner in reversed(child._modules.items()) if inner is not None]
 
 
 def lora_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """(neutral name, layer) of every LoRA layer, in module order."""
-    for name, child in module.named_modules():
-        if is_lora_layer(child):
+    for name, child, adapted in outer_modules(module):
+        if adapted:
             yield neutral_name(name), child
 
 
@@ -89,8 +106,13 @@ def layer_alpha(layer: Any, adapter_name: str) -> float:
 
 def adapter_parameters(module: nn.Module, adapter_name: str) -> dict[str, nn.Parameter]:
     """Neutral tensor name → the live parameter (a DTensor when sharded)."""
+    return parameters_of(layers_of(module, adapter_name), adapter_name)
+
+
+def parameters_of(layers: Mapping[str, Any], adapter_name: str) -> dict[str, nn.Parameter]:
+    """The same for layers that `layers_of` has found."""
     found: dict[str, nn.Parameter] = {}
-    for name, layer in layers_of(module, adapter_name).items():
+    for name, layer in layers.items():
         check_plain_lora(name, layer, adapter_name)
         found[f"{name}.lora_A.weight"] = layer.lora_A[adapter_name].weight
         found[f"{name}.lora_B.weight"] = layer.lora_B[adapter_name].weight
@@ -103,10 +125,13 @@ def reshard(module: nn.Module) -> None:
     After a forward the root keeps its full parameters registered until the backward; whoever wrote into those would
     write into a copy that the next reshard throws away.
     """
-    for child in module.modules():
-        again = getattr(child, "reshard", None)  # FSDPModule has both, and is not imported for it
-        if callable(again) and hasattr(child, "unshard"):
-            again()
+    waiting = [module]
+    while waiting:
+        child = waiting.pop()
+        kind: Any = type(child)  # FSDPModule has both, and is not imported for it
+        if hasattr(kind, "reshard") and hasattr(kind, "unshard"):
+            kind.reshard(child)
+        waiting += [inner for inner in child._modules.values() if inner is not None]
 
 
 def is_sharded(tensor: Tensor) -> bool:
