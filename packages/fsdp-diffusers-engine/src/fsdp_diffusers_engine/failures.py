@@ -66,6 +66,9 @@ def shared_failure(what: str) -> Iterator[None]:
         if text and number != str(rank) and (other is not None or isinstance(error, RuntimeError)):
             raise RankError(text) from error
         raise
+    finally:
+        if watch is not None:
+            watch.leave()
     if watch is not None and (other := watch.leave()) is not None:
         raise RankError(other.partition("\n")[2])
     _passed.append(key)
