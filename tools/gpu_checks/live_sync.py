@@ -41,6 +41,8 @@ def write_folder(folder: Path, blocks: int, heads: int, head_dim: int) -> Path:
     shutil.copytree(ASSETS, folder, ignore=shutil.ignore_patterns("transformer"))
     for file in folder.rglob("*.safetensors"):
         save_file({k: v.to(dtype) for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
+    encoder = folder / "text_encoder" / "config.json"  # names the dtype that the engine loads it in
+    encoder.write_text(encoder.read_text().replace('"float32"', f'"{str(dtype).removeprefix("torch.")}"'))
     config = json.loads((ASSETS / "transformer" / "config.json").read_text())
     config |= {"num_layers": blocks, "num_attention_heads": heads, "attention_head_dim": head_dim}
     config["axes_dims_rope"] = [head_dim // 8, head_dim * 7 // 16, head_dim * 7 // 16]

@@ -17,6 +17,9 @@ from common import CUDA, Weights, apart, batch_of, build, copies, gradient_of, n
 from fsdp_diffusers_engine import gather_outputs
 from lora_sync import extract_lora
 
+FEW = 4.0
+"""Times the distance between two equal runs that a third one may be away from them."""
+
 
 def graphs() -> int:
     """Graphs that Dynamo has made so far."""
@@ -66,7 +69,11 @@ def compiled() -> None:
 
 
 def resume() -> None:
-    """Save, load into a new engine, next step: bitwise, whole and as one shard."""
+    """Save, load into a new engine, next step: whole and as one shard.
+
+    Bitwise on a CPU. On a card two engines that load the same checkpoint differ already (attention's backward adds up in
+    an order of its own), and the step after loading may differ by a few times that.
+    """
     for sharding in ("never", "always"):
         options = {"sharding": sharding, "ema_decay": 0.9}
         with tempfile.TemporaryDirectory() as scratch:
@@ -74,19 +81,23 @@ def resume() -> None:
             update(engine, batch_of(engine, seed=1))
             engine.save_checkpoint(Path(scratch) / "step_1", global_step=1)
             expected = update(engine, batch_of(engine, seed=2))
-            again = build("bf16", **options)
-            again.load_checkpoint(Path(scratch) / "step_1")
-            found = update(again, batch_of(again, seed=2))
-        gradient, step = (apart(f, e) for f, e in zip(found, expected, strict=True))
+            loaded = []
+            for _ in range(2):
+                again = build("bf16", **options)
+                again.load_checkpoint(Path(scratch) / "step_1")
+                loaded.append(update(again, batch_of(again, seed=2)))
+        gradient, step = (apart(f, e) for f, e in zip(loaded[0], expected, strict=True))
+        noise, step_noise = (apart(a, b) for a, b in zip(*loaded, strict=True))
+        good = gradient <= FEW * noise and step <= FEW * step_noise
         name = "save, load, next step, " + ("one shard" if sharding == "always" else "whole")
-        report(name, gradient == 0.0 and step == 0.0, gradient_apart=gradient, step_apart=step)
+        report(name, good, gradient_apart=gradient, step_apart=step, noise=noise, step_noise=step_noise)
     dist.destroy_process_group()
 
 
 def offloaded() -> None:
     """Activations on the host, with and without recomputed blocks: the same gradient; what it saves on the card."""
     for checkpointing in (True, False):
-        found, peaks = [], []
+        found, peaks, noise = [], [], 0.0
         for offload in (False, True):
             engine = build("bf16", checkpointing=checkpointing, activation_offload=offload)
             data = batch_of(engine)
@@ -94,12 +105,14 @@ def offloaded() -> None:
                 torch.cuda.reset_peak_memory_stats()
             found.append(gradient_of(engine, data))
             peaks.append(torch.cuda.max_memory_allocated() / 1e6 if CUDA else 0.0)
+            noise = max(noise, apart(gradient_of(engine, data), found[-1]))
             del engine
         distance = apart(found[1], found[0])
         report(
             f"activation offload, {'with' if checkpointing else 'without'} checkpointing",
-            distance <= 1e-6,
+            distance <= max(FEW * noise, 1e-6),
             gradient_apart=distance,
+            noise=noise,
             peak_mb=peaks[1],
             peak_without_mb=peaks[0],
         )

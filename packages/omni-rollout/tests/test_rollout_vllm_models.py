@@ -22,6 +22,7 @@ MODELS = {
     "flux": {"guidance_scale": 3.5},
     "wan": {"num_frames": 5},
     "wan_5b": {"num_frames": 5},
+    "wan_unipc": {"num_frames": 5},  # the scheduler that Wan2.2 is published with, which rounds timesteps
 }
 STEPWISE = "qwen_image"
 

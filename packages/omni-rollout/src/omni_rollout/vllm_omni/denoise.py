@@ -108,9 +108,13 @@ class RolloutMixin:
             self._begin(self._batch)
             sigmas = [self._batch.sigma()] * len(self._batch.rows)
         if sigmas is not None and "timestep" in kwargs:
-            timestep = torch.tensor(sigmas, dtype=torch.float32, device=kwargs["timestep"].device) * 1000.0
+            timestep = self.timesteps_at(torch.tensor(sigmas)).to(kwargs["timestep"].device)
             kwargs["timestep"] = timestep if self.timestep_scale == 1000.0 else timestep / 1000.0
         return super().predict_noise(*args, **kwargs)  # type: ignore[misc]
+
+    def timesteps_at(self, sigmas: Tensor) -> Tensor:
+        """What the network is told at these noise levels, fp32, on a scale of 1000."""
+        return sigmas.float() * 1000.0
 
     def scheduler_step_maybe_with_cfg(
         self,

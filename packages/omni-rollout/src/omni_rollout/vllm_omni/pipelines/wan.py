@@ -33,14 +33,21 @@ class _FolderScheduler:
     def __init__(self, folder: Path, thin: Callable[[Any], None]) -> None:
         name = json.loads((folder / "scheduler_config.json").read_text())["_class_name"]
         self._source = getattr(diffusers, name).from_pretrained(folder)
+        self._whole = "Multistep" in name
         self.config = SimpleNamespace(num_train_timesteps=1000)
         self.sigmas = self.timesteps = torch.empty(0)
         self._thin = thin
 
     def set_timesteps(self, num_steps: int, device: Any = None, **kwargs: Any) -> None:
         self.sigmas = from_diffusers(self._source, num_steps).sigmas
-        self.timesteps = (self.sigmas[:-1] * 1000).to(device)
+        self.timesteps = self.timesteps_at(self.sigmas[:-1]).to(device)
         self._thin(self)
+
+    def timesteps_at(self, sigmas: Tensor) -> Tensor:
+        """On a scale of 1000; whole numbers under diffusers' multistep solvers, which move sigma = 1 down by 1e-6."""
+        if not self._whole:
+            return sigmas.float() * 1000.0
+        return (sigmas.double().clamp(max=1.0 - 1e-6) * 1000.0).floor().float()
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, return_dict: bool = True, **kwargs: Any) -> Any:
         k = int((self.timesteps.cpu() - float(timestep)).abs().argmin())
@@ -56,6 +63,10 @@ class WanRolloutPipeline(RolloutMixin, TensorLoRAMixin, Wan22Pipeline):
         super().__init__(**kwargs)
         self.scheduler = _FolderScheduler(Path(self.od_config.model) / "scheduler", self.thin)
         self._sample_solver = "euler"  # what the engine thinks it runs; another name would make it build its own again
+
+    def timesteps_at(self, sigmas: Tensor) -> Tensor:
+        """As the folder's scheduler has them, and so as the trainer asks."""
+        return self.scheduler.timesteps_at(sigmas)
 
     def encode_prompt(
         self,
