@@ -83,6 +83,11 @@ BAD = {
         "means FluxPipeline, but model.path='builtin:tiny_qwen_image' is a Qwen",
     ),
     "unknown architecture": (["model.architecture=qwen_imag"], "Did you mean 'qwen_image'?"),
+    "no noise to train on": (["rollout.algo.sde_type=ode"], "draws no noise"),
+    "window outside the run": (["rollout.pipeline.num_inference_steps=1"], "sde_window_range=[0, 2] leaves"),
+    "empty window": (["rollout.algo.sde_window_size=0"], "must be 1 to 2"),
+    "samples of another policy": (["rollout.rollout_adapter=reference"], "ratios need samples of the trained policy"),
+    "no epochs": (["actor.ppo_epochs=0"], "actor.ppo_epochs=0 must be at least 1"),
     "full fine-tuning": (["model.lora_rank=0"], "the loop trains a LoRA"),
     "filled in": (["actor.model_config.path=x"], "set model.* instead"),
 }
@@ -96,6 +101,23 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, complaint, tmp_p
     assert complaint in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []  # nothing half-written
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["recipe=tiny_nft", "rollout.rollout_adapter=default"], "compares with the policy state old"),
+        (["recipe=tiny_awm", "actor.ppo_mini_batch_size=24"], "set model.policy_state_adapters=[default,old]"),
+        (["recipe=tiny_dpo", "actor.ppo_micro_batch_size_per_gpu=5"], "must be even"),
+        (["recipe=tiny_dpo", "actor.diffusion_loss.pair_layout=halves"], "use interleaved"),
+        (["recipe=tiny_dpo", "algorithm.pair_mode=worst"], "must be best_worst or all"),
+    ],
+)
+def test_contradictions_of_a_forward_process_are_named(arguments, complaint, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(APPS[1], arguments) == 2
+    assert complaint in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_broken_prompt_line_is_named(tmp_path, capsys):

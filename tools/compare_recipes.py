@@ -178,7 +178,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--table-only", action="store_true", help="train nothing, write the table of what is there")
-    arguments, overrides = parser.parse_known_args()
+    words = sys.argv[1:]
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    arguments = parser.parse_args([word for word in words if word not in overrides])
     unknown = set(arguments.recipes or ()) - {entry.recipe for entry in ENTRIES}
     if unknown:
         parser.error(f"unknown recipes {sorted(unknown)}; known are {sorted({entry.recipe for entry in ENTRIES})}")

@@ -25,7 +25,7 @@ def test_a_recipe_over_a_base_is_the_base_with_its_changes(tmp_path):
     [
         ("base: nothing.yaml\n", "based on 'nothing.yaml', and there is no file"),
         ("base: builtin:huge\n", "there is no built-in 'huge' among the recipes"),
-        ("base: mine.yaml\n", "names itself"),
+        ("base: mine.yaml\n", "a base must end somewhere"),
         ("base: below.yaml\n", "did you mean 'rollout.n'"),
     ],
 )
@@ -63,6 +63,10 @@ def test_another_reward_does_not_get_the_recipes_options(tmp_path):
         "path": "somewhere",
         "device": "cpu",
     }
+    same = compose("flowgrpo", tmp_path / "r.yaml", ["reward.name=pickscore"])
+    assert same.reward.options == {"path": "somewhere"}
+    (tmp_path / "s.yaml").write_text("base: r.yaml\nreward: {name: clip_score}\n")
+    assert compose("flowgrpo", tmp_path / "s.yaml", []).reward.options == {}
     other = compose("flowgrpo", tmp_path / "r.yaml", ["reward.name=ocr", "reward.options={lang: en}"])
     assert (other.reward.name, other.reward.options) == ("ocr", {"lang": "en"})
 

@@ -1,10 +1,15 @@
 """What the apps' hooks make of a scored batch, without Ray."""
 
+import asyncio
+
 import dpo_online.trainer as dpo
 import flowgrpo.trainer as grpo
 import pytest
 import torch
+from omni_rollout.batching import plan_batches
+from omni_rollout.types import GenerationRequest
 from ray_trainer import schema
+from ray_trainer.group import LockstepHandle
 from tensordict import NonTensorStack, TensorDict
 
 
@@ -76,3 +81,28 @@ def test_pairs_are_the_best_and_the_worst_of_a_prompt():
     assert data["final_latents"][:, 0].tolist() == [1, 0, 8, 7]
     assert (metrics["pairs/pairs"], metrics["pairs/tied_pairs"]) == (2, 1)
     assert metrics["pairs/reward_gap"] == pytest.approx(0.6)
+
+
+class Rank:
+    """A training process as the handle sees it; it refuses what a backend refuses, and answers with names."""
+
+    def __init__(self):
+        self.shares = []
+        self.generate_sequences = self
+
+    async def remote(self, requests):
+        plan_batches(requests, 4)  # raises for a name that occurs twice
+        self.shares.append(len(requests))
+        return [request.request_id for request in requests]
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(42, 8), (3, 2), (1, 4), (8, 4)])
+def test_a_chunk_that_does_not_divide_reaches_every_rank_once(count, ranks):
+    requests = [
+        GenerationRequest(f"r{i}", "u", i, "a circle", seed=0, height=64, width=64, num_inference_steps=4)
+        for i in range(count)
+    ]
+    actors = [Rank() for _ in range(ranks)]
+    answers = asyncio.run(LockstepHandle(actors)._generate(requests))
+    assert answers == [request.request_id for request in requests]
+    assert len({tuple(actor.shares) for actor in actors}) == 1  # all make the same passes

@@ -45,13 +45,16 @@ class RayFlowGRPOTrainer(RayDiffusionTrainer):
 
     def compute_ref_log_prob(self, batch: TensorDict) -> TensorDict:
         """`ref_means` [B, W, …] of the base policy, the same weights with the adapter off; only when the loss has a KL term."""
-        if self.config.actor.diffusion_loss.ref_kl_coef > 0:
+        if self.config.actor.diffusion_loss.reference_key == "ref_means":
             batch["ref_means"] = self.workers.run_batch("compute_ref_log_prob", batch)["means"]
         return batch
 
     def compute_advantage(self, batch: TensorDict) -> tuple[TensorDict, Metrics]:
         """`advantages` [B, W]: the reward of a sample against its own prompt's group, grouped by `uid`."""
         result = group_advantages(batch["rm_scores"][:, 0], list(batch["uid"]), **self.advantage_options())
+        scored = batch["rm_scores"][:, 0].isfinite()
+        if not bool(scored.all()):
+            batch["mask"] = scored  # a sample without a score is in no term of the loss
         window = batch["latents"].shape[1]
         batch["advantages"] = result.advantages.to(torch.float32)[:, None].expand(-1, window).contiguous()
         return batch, {name: float(value) for name, value in result.metrics.items()}

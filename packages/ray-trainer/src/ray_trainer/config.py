@@ -204,7 +204,7 @@ def _refuse_unknown(node: Any, schema: type, source: str, prefix: str = "") -> N
             _refuse_unknown(value, kind, source, f"{prefix}{key}.")
 
 
-def _load_recipe(file: Path) -> Any:
+def _load_recipe(file: Path, above: tuple[Path, ...] = ()) -> Any:
     """A recipe over the one that it names under `base` (`builtin:NAME`, or a file beside it), each checked by itself."""
     from omegaconf import DictConfig, OmegaConf
 
@@ -218,9 +218,22 @@ def _load_recipe(file: Path) -> Any:
     below = file.parent / resolve("recipes", str(base))
     if not below.is_file():
         raise TrainerError(f"recipe {file.name} is based on {base!r}, and there is no file {below}")
-    if below.resolve() == file.resolve():
-        raise TrainerError(f"recipe {file.name} names itself as its base")
-    return OmegaConf.merge(_load_recipe(below), recipe)
+    chain = (*above, file.resolve())
+    if below.resolve() in chain:
+        raise TrainerError(
+            f"recipe {file.name} is based on {below.name}, which is based on it; a base must end somewhere"
+        )
+    return _over(_load_recipe(below, chain), recipe)
+
+
+def _over(below: Any, above: Any) -> Any:
+    """One layer of config over another. Options belong to their reward: another reward does not get them."""
+    from omegaconf import OmegaConf
+
+    name = OmegaConf.select(above, "reward.name")
+    if name is not None and name != OmegaConf.select(below, "reward.name") and "reward" in below:
+        below.reward.options = {}
+    return OmegaConf.merge(below, above)
 
 
 def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
@@ -242,11 +255,9 @@ def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
         recipe = _load_recipe(recipe_file)
         given = OmegaConf.from_dotlist(overrides)
         _refuse_unknown(OmegaConf.to_container(given, resolve=False), RunConfig, "the command line")
-        if given.get("reward", {}).get("name") and "reward" in recipe:
-            recipe.reward.options = {}  # they belong to the reward that was replaced
         # One place for each fact: the engine's config holds the model too, and gets it from here.
         fixed = {"app": app, "recipe": recipe_file.stem, "actor": {"model_config": "${model}"}}
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), recipe, given, fixed)
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), _over(recipe, given), fixed)
         config = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, YAMLError, ValueError) as error:
         if isinstance(error, TrainerError):

@@ -11,6 +11,7 @@ from ray_trainer.errors import TrainerError
 from ray_trainer.models import ARCHITECTURES, locate, pipeline_class, read_index
 from ray_trainer.prompts import Prompt, PromptSampler, load_prompts
 from ray_trainer.run_dir import check_run_dir
+from ray_trainer.validate_algorithm import check_algorithm, require
 
 
 def _check_model(model: DiffusionModelConfig) -> tuple[str, list[str]]:
@@ -69,33 +70,6 @@ def _check_reward(config: RunConfig, prompts: dict[str, list[Prompt]]) -> None:
         raise TrainerError(f"reward {name!r} with options {options!r}: {' '.join(lines[:2])}") from error
 
 
-def _check_policy_states(config: RunConfig) -> None:
-    """The old policy: kept where somebody reads it, with numbers that make sense."""
-    states, old = config.model.policy_state_adapters, config.algorithm.old_policy
-    for key, name in (
-        ("rollout.rollout_adapter", config.rollout.rollout_adapter),
-        ("actor.forward_process.reference_state", config.actor.forward_process.reference_state),
-    ):
-        _require(
-            name == "reference" or name in states,
-            f"{key}={name!r} is no policy state of this run ({', '.join(states)}); add it to model.policy_state_adapters",
-        )
-    _require(old.update_every >= 1, f"algorithm.old_policy.update_every={old.update_every} must be at least 1")
-    _require(
-        old.decay_rate >= 0 and 0 <= old.decay_max <= 1,
-        f"algorithm.old_policy needs decay_rate >= 0 and decay_max in 0 … 1, not {old.decay_rate} and {old.decay_max}",
-    )
-    _require(
-        0 < config.algorithm.step_fraction <= 1,
-        f"algorithm.step_fraction={config.algorithm.step_fraction} must lie above 0 and be at most 1",
-    )
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise TrainerError(message)
-
-
 def validate_config(config: RunConfig) -> list[str]:
     """Check values, files and folders of a config.
 
@@ -110,28 +84,18 @@ def validate_config(config: RunConfig) -> list[str]:
     train, val = load_prompts(d.train_file), load_prompts(d.val_file)
     PromptSampler(train, d.prompts_per_step, t.seed)
     _check_reward(config, {d.train_file: train, d.val_file: val})
-    _require(
-        r.n >= 2, f"rollout.n={r.n} is too small: advantages compare the samples of one prompt, so give at least 2"
-    )
-    _require(
-        config.algorithm.advantage_std in ("group", "batch", "none"),
-        f"algorithm.advantage_std={config.algorithm.advantage_std!r} must be group, batch or none",
-    )
-    _require(
-        config.algorithm.old_log_probs in ("rollout", "trainer"),
-        f"algorithm.old_log_probs={config.algorithm.old_log_probs!r} must be rollout or trainer",
-    )
-    _require(
+    require(r.n >= 2, f"rollout.n={r.n} is too small: advantages compare the samples of one prompt, so give at least 2")
+    require(
         config.reward.policy in ("required", "skip", "value"),
         f"reward.policy={config.reward.policy!r} must be required, skip or value",
     )
-    _require(
+    require(
         r.backend == "diffusers" or find_spec("vllm_omni") is not None,
         f"rollout.backend={r.backend!r} needs vLLM-Omni: uv sync --extra vllm, or pip install 'omni-rollout[vllm]'",
     )
-    _check_policy_states(config)
+    check_algorithm(config)
     # What other parts can do and the loop cannot yet: refused, never ignored.
-    _require(
+    require(
         config.model.lora_rank >= 1,
         f"model.lora_rank={config.model.lora_rank}: the loop trains a LoRA; full fine-tuning is in fsdp-diffusers-engine so far",
     )
@@ -141,16 +105,18 @@ def validate_config(config: RunConfig) -> list[str]:
         ("rollout.val_kwargs.n", r.val_kwargs.n),
         ("data.val_max_prompts", d.val_max_prompts),
         ("actor.ppo_mini_batch_size", a.ppo_mini_batch_size),
+        ("actor.ppo_micro_batch_size_per_gpu", a.ppo_micro_batch_size_per_gpu),
+        ("actor.ppo_epochs", a.ppo_epochs),
         ("reward.num_workers", config.reward.num_workers),
     ):
-        _require(value >= 1, f"{key}={value} must be at least 1")
+        require(value >= 1, f"{key}={value} must be at least 1")
     for key, value in (("trainer.val_every", t.val_every), ("trainer.save_every", t.save_every)):
-        _require(value >= 0, f"{key}={value} must be 0 (never, but for the end) or a number of steps")
+        require(value >= 0, f"{key}={value} must be 0 (never, but for the end) or a number of steps")
     for key, value in (
         ("data.prompts_per_step x rollout.n", d.prompts_per_step * r.n),
         ("actor.ppo_mini_batch_size", a.ppo_mini_batch_size),
     ):
-        _require(value % t.num_workers == 0, f"{key} = {value} must divide by trainer.num_workers={t.num_workers}")
+        require(value % t.num_workers == 0, f"{key} = {value} must divide by trainer.num_workers={t.num_workers}")
     check_run_dir(t.run_dir, t.on_existing)
     samples = d.prompts_per_step * r.n
     held_out = min(len(val), d.val_max_prompts)

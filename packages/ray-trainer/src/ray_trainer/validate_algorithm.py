@@ -1,0 +1,117 @@
+"""Refuse settings of an algorithm that contradict each other, before anything is started. Imports no torch."""
+
+from __future__ import annotations
+
+from ray_trainer.config import RunConfig, updates_per_step
+from ray_trainer.errors import TrainerError
+
+
+def require(holds: bool, message: str) -> None:
+    """Raise `TrainerError` with the message unless it holds."""
+    if not holds:
+        raise TrainerError(message)
+
+
+def check_algorithm(config: RunConfig) -> None:
+    """Everything below, for the family of the config's loss."""
+    _check_names(config)
+    _check_policy_states(config)
+    if config.actor.diffusion_loss.family == "policy_gradient":
+        _check_window(config)
+    if config.actor.diffusion_loss.loss_mode == "dpo":
+        _check_pairs(config)
+
+
+def _check_names(config: RunConfig) -> None:
+    algorithm = config.algorithm
+    for name, value, known in (
+        ("advantage_std", algorithm.advantage_std, ("group", "batch", "none")),
+        ("old_log_probs", algorithm.old_log_probs, ("rollout", "trainer")),
+        ("pair_mode", algorithm.pair_mode, ("best_worst", "all")),
+        ("advantage_ddof", algorithm.advantage_ddof, (0, 1)),
+    ):
+        require(value in known, f"algorithm.{name}={value!r} must be {' or '.join(map(str, known))}")
+    for name, number in (("pair_margin", algorithm.pair_margin), ("advantage_eps", algorithm.advantage_eps)):
+        require(number >= 0, f"algorithm.{name}={number} must be 0 or more")
+    require(
+        0 < algorithm.step_fraction <= 1,
+        f"algorithm.step_fraction={algorithm.step_fraction} must lie above 0 and be at most 1",
+    )
+
+
+def _check_policy_states(config: RunConfig) -> None:
+    """The old policy: kept where somebody reads it, following as it should, and the one that drew the samples."""
+    states, old = config.model.policy_state_adapters, config.algorithm.old_policy
+    sampler, loss = config.rollout.rollout_adapter, config.actor.diffusion_loss
+    for key, name in (
+        ("rollout.rollout_adapter", sampler),
+        ("actor.forward_process.reference_state", config.actor.forward_process.reference_state),
+    ):
+        require(
+            name == "reference" or name in states,
+            f"{key}={name!r} is no policy state of this run ({', '.join(states)}); add it to model.policy_state_adapters",
+        )
+    require(old.update_every >= 1, f"algorithm.old_policy.update_every={old.update_every} must be at least 1")
+    require(
+        old.decay_rate >= 0 and 0 <= old.decay_max <= 1,
+        f"algorithm.old_policy needs decay_rate >= 0 and decay_max in 0 … 1, not {old.decay_rate} and {old.decay_max}",
+    )
+    if loss.family == "policy_gradient":
+        require(
+            sampler == "default",
+            f"rollout.rollout_adapter={sampler!r} with loss_mode={loss.loss_mode}: its ratios need samples of the trained policy, "
+            "so use default",
+        )
+    if not loss.needs_old_velocity:
+        return
+    if "old" in states:
+        lags = old.update_every > 1 or (old.decay_rate > 0 and old.decay_max > 0)
+        require(
+            sampler == "old" or (sampler == "default" and not lags),
+            f"loss_mode={loss.loss_mode} compares with the policy state old, and rollout.rollout_adapter={sampler!r} draws the "
+            "samples: set it to old, or let old be a copy after every step (algorithm.old_policy at its defaults)",
+        )
+    else:
+        updates = updates_per_step(config)
+        require(
+            sampler == "default" and updates == 1,
+            f"loss_mode={loss.loss_mode} with {updates} updates per step and samples of {sampler!r} needs the policy that sampled: "
+            "set model.policy_state_adapters=[default,old]",
+        )
+
+
+def _check_window(config: RunConfig) -> None:
+    """There must be noisy steps, and they must lie within the run."""
+    algo, steps = config.rollout.algo, config.rollout.pipeline.num_inference_steps
+    require(
+        algo.kind != "ode" and algo.noise_level > 0,
+        f"rollout.algo.sde_type={algo.sde_type} with noise_level={algo.noise_level} draws no noise, and a policy gradient needs "
+        "some: take flow_sde, flow_cps or dance_sde and a noise_level above 0",
+    )
+    first, end = algo.sde_window_range or (0, max(steps - 1, 1))
+    require(
+        end <= steps,
+        f"rollout.algo.sde_window_range={[first, end]} leaves rollout.pipeline.num_inference_steps={steps}; end it at {steps}",
+    )
+    size = end - first if algo.sde_window_size is None else algo.sde_window_size
+    require(
+        1 <= size <= end - first,
+        f"rollout.algo.sde_window_size={size} must be 1 to {end - first}, the steps of the window's range",
+    )
+
+
+def _check_pairs(config: RunConfig) -> None:
+    """Two rows that belong together must stay together."""
+    actor, workers = config.actor, config.trainer.num_workers
+    require(
+        actor.diffusion_loss.pair_layout == "interleaved",
+        f"actor.diffusion_loss.pair_layout={actor.diffusion_loss.pair_layout!r}: micro-batches cut pairs apart; use interleaved",
+    )
+    require(
+        actor.ppo_micro_batch_size_per_gpu % 2 == 0,
+        f"actor.ppo_micro_batch_size_per_gpu={actor.ppo_micro_batch_size_per_gpu} must be even: dpo takes pairs of rows",
+    )
+    require(
+        actor.ppo_mini_batch_size % (2 * workers) == 0,
+        f"actor.ppo_mini_batch_size={actor.ppo_mini_batch_size} must divide by {2 * workers}: pairs of rows for each worker",
+    )
