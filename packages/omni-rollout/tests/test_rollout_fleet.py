@@ -28,6 +28,8 @@ class Target:
         return [types.SimpleNamespace(stop_reason="completed", number=self.number) for _ in requests]
 
     async def update_lora(self, payload, adapter="default"):
+        if self.dead:
+            raise ConnectionError("gone")
         if self.gate:
             await self.gate.wait()
         self.diary.append((adapter, payload.version))
@@ -36,6 +38,8 @@ class Target:
         self.diary.append(("base", version))
 
     async def sleep(self):
+        if self.dead:
+            raise ConnectionError("gone")
         self.diary.append("sleep")
 
     async def wake_up(self):
@@ -110,6 +114,30 @@ def test_what_is_sent_while_a_replica_starts_reaches_it_too(launch, make_request
     living, late = asyncio.run(run())
     assert living == [("default", 1), ("default", 2), "sleep", "wake_up"]
     assert late[-3:] == [("default", 2), "sleep", "wake_up"]
+
+
+@pytest.mark.parametrize("moment", ["sync", "sleep"])
+def test_a_death_between_two_rollouts_is_noticed_and_mended(launch, make_request, moment):
+    """Nobody was generating when it died: the sync, or the sleep before an update, finds it dead."""
+
+    async def run():
+        fleet, made = await launch()
+        await fleet.update_lora(payload(1, "default"))
+        made[0].dead = True
+        answers = await (fleet.update_lora(payload(2, "default")) if moment == "sync" else fleet.sleep())
+        await until(lambda: len(made) == 3 and not fleet.router._restarts)
+        if moment == "sleep":
+            await fleet.wake_up()
+        outputs = [await fleet.router.generate(make_request(i)) for i in range(8)]
+        return answers, made[2].diary, len(outputs), fleet.router.metrics()["rollout/deaths"]
+
+    answers, diary, drawn, deaths = asyncio.run(run())
+    assert (drawn, deaths) == (8, 1)
+    if moment == "sync":
+        assert len(answers) == 1  # the one that lives
+        assert diary == [("default", 2)]
+    else:
+        assert diary == [("default", 1), "sleep", "wake_up"]
 
 
 def test_base_weights_need_a_way_back(launch, make_request):

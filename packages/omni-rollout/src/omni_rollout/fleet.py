@@ -162,11 +162,14 @@ class Fleet:
     # ----------------------------------------------------------------------------------------------------------- weights
 
     async def update_lora(self, payload: Any, adapter: str = "default") -> list[Any]:
-        """Every replica gets the adapter between two requests, never during one. Returns the verified receipts."""
+        """Every replica gets the adapter between two requests, never during one.
+
+        Returns the verified receipts of the living; one that has died meanwhile gets the adapter when it is back.
+        """
         await self.router.drain()
         try:
             self._payloads[adapter] = payload
-            return await asyncio.gather(*(self._bind(r, payload, adapter) for r in self.router.living()))
+            return await self.router.each(lambda replica: self._bind(replica, payload, adapter))
         finally:
             self.router.admit()
 

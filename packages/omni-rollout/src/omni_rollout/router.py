@@ -207,13 +207,25 @@ class Router:
 
     async def broadcast(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a backend method on every living replica; the first error is raised after all have answered."""
-        answers = await asyncio.gather(
-            *(replica.call(method, *args, **kwargs) for replica in self.living()), return_exceptions=True
-        )
-        for answer in answers:
-            if isinstance(answer, BaseException):
+        return await self.each(lambda replica: replica.call(method, *args, **kwargs))
+
+    async def each(self, work: Callable[[Replica], Awaitable[Any]]) -> list[Any]:
+        """Do something with every living replica; answers of those that did it.
+
+        One that turns out to be dead leaves, as when a request finds it dead. Any other error is raised, the first of
+        them, after all have answered.
+        """
+        living = [(place, self.replicas[place]) for place, alive in enumerate(self._alive) if alive]
+        answers = await asyncio.gather(*(work(replica) for _, replica in living), return_exceptions=True)
+        done = []
+        for (place, replica), answer in zip(living, answers, strict=True):
+            if isinstance(answer, ReplicaDeadError):
+                self._leave(place, replica, "deaths")
+            elif isinstance(answer, BaseException):
                 raise answer
-        return answers
+            else:
+                done.append(answer)
+        return done
 
     async def drain(self, timeout_s: float = 60.0) -> None:
         """Hold new requests and wait until nothing is in flight; `admit` lets them through again."""
