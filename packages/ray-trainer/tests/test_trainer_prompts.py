@@ -4,6 +4,8 @@ import pytest
 from ray_trainer.errors import TrainerError
 from ray_trainer.prompts import PromptSampler, builtin, load_prompts
 
+SETS = ("creative", "geneval", "ocr", "tiny_shapes", "video")
+
 
 def write(path, *lines):
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -51,8 +53,10 @@ def test_missing_and_empty_files(tmp_path):
         load_prompts(str(tmp_path / "none.jsonl"))
     with pytest.raises(TrainerError, match="holds no prompt"):
         load_prompts(write(tmp_path / "e.jsonl", ""))
-    with pytest.raises(TrainerError, match=r"known are \[.*'tiny_shapes_heldout', 'tiny_shapes_train'"):
+    with pytest.raises(TrainerError) as caught:
         load_prompts("builtin:tiny_shapes")
+    known = [f"{kind}_{part}" for kind in SETS for part in ("heldout", "train")]
+    assert f"known are {known}" in str(caught.value)
     assert json.loads((builtin("models", "tiny_qwen_image") / "model_index.json").read_text())["_class_name"]
 
 
