@@ -102,7 +102,7 @@ def receiver(name: str, pipe: Connection, sizes: tuple[int, int, int], device_na
     """The sampler's process: receive, bind, answer."""
     device = torch.device(device_name)
     module = adapter(*sizes, device)
-    with SharedMemoryTransport(name, "receiver") as channel:
+    with SharedMemoryTransport(name, "receiver", device=device) as channel:
         before = resident()
         reset_peak()
         pipe.send("ready")

@@ -1,12 +1,13 @@
 """What only GPUs show of the training engine and of weight sync, on one machine, without pytest and without a network.
 
-    python tools/check_engine_gpu.py                     # all that this machine has the cards for, within 4 minutes
+    python tools/check_engine_gpu.py                     # all that this machine has the cards for, within 6 minutes
     python tools/check_engine_gpu.py --parts ranks       # one part
     GPU_CHECKS_DEVICE=cpu OMNI_ROLLOUT_CPU=1 python tools/check_engine_gpu.py    # the same code, small, with gloo
 
 Parts: `one_card` (compiled blocks, bitwise resume, activation offload), `ranks` (two cards through NCCL against one, and a
-rank that fails) and `live_sync` (a LoRA of 189 M parameters into a live vLLM-Omni engine). Each runs in a process group
-of its own with a deadline. Prints one JSON line per result, and a verdict; exit code 0 when every result is good.
+rank that fails), `live_sync` (a LoRA of 189 M parameters into a live vLLM-Omni engine on the same card) and
+`live_broadcast` (the same, from card to card). Each runs in a process group of its own with a deadline. Prints one JSON
+line per result, and a verdict; exit code 0 when every result is good.
 """
 
 from __future__ import annotations
@@ -25,9 +26,14 @@ from typing import Any
 
 HERE = Path(__file__).parent / "gpu_checks"
 CUDA = os.environ.get("GPU_CHECKS_DEVICE", "cuda") == "cuda"
-# (cards that a part needs, seconds that it may take on them)
-PARTS = {"live_sync": (1, 140.0), "one_card": (1, 140.0), "ranks": (2, 96.0)}
-TOTAL_S = 236.0
+# (cards that a part needs, seconds that it may take on them, its command)
+PARTS = {
+    "live_sync": (1, 140.0, ["live_sync.py"]),
+    "one_card": (1, 140.0, ["one_card.py"]),
+    "ranks": (2, 96.0, ["ranks.py"]),
+    "live_broadcast": (2, 120.0, ["live_sync.py", "--transport", "broadcast"]),
+}
+TOTAL_S = 356.0
 SLOWER = 1.0 if CUDA else 3.0  # a CPU that others use as well
 
 
@@ -42,7 +48,8 @@ class Part:
         if card is not None:
             env["CUDA_VISIBLE_DEVICES"] = str(card)
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / f"{name}.py")],
+            [sys.executable, *PARTS[name][2]],
+            cwd=HERE,
             env=env,
             stdout=self.out,
             stderr=self.err,

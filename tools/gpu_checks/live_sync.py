@@ -1,11 +1,12 @@
 """A LoRA of 189 M fp32 parameters from a trainer on the GPU into a live vLLM-Omni engine, phase by phase.
 
-The trainer is the training engine of this repository, the sampler a `vLLMOmniHttpServer` in a process of its own, both on
-one GPU, over one checkpoint: 60 blocks of Qwen-Image, 768 wide, so that the number of adapted layers (720) and of
-parameters are those of a full-size run. A round is extract (with the content hash), send (shared memory), receive (hash
-checked), bind (every element read back by the sampler) and the verified receipt.
+The trainer is the training engine of this repository, the sampler a `vLLMOmniHttpServer` in a process of its own, over one
+checkpoint: 60 blocks of Qwen-Image, 768 wide, so that the number of adapted layers (720) and of parameters are those of a
+full-size run. A round is extract (with the content hash), send, receive (hash checked), bind (every element read back by
+the sampler) and the verified receipt. `shared_memory` has both on one card; in `broadcast` each has its own, and both
+are in one NCCL group.
 
-    python live_sync.py [--blocks 60 --heads 6 --rank 114 --rounds 5]
+    python live_sync.py [--transport shared_memory|broadcast --blocks 60 --heads 6 --rank 114 --rounds 5]
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import json
 import multiprocessing
 import os
 import shutil
+import socket
 import tempfile
 import time
 import traceback
 import uuid
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,8 +59,27 @@ def write_folder(folder: Path, blocks: int, heads: int, head_dim: int) -> Path:
     return folder
 
 
+def end_of(channel: str, role: str) -> AbstractContextManager[Any]:
+    """The "sender" or "receiver" of a channel: `host:port` of a process group, or a name in shared memory."""
+    from lora_sync.transport import BroadcastTransport, SharedMemoryTransport, join_group
+
+    device = "cuda" if CUDA else "cpu"
+    if ":" not in channel:
+        return SharedMemoryTransport(channel, role, device=device, timeout=120)
+    group = join_group(channel, int(role == "receiver"), 2, device=device, timeout=120)
+    return BroadcastTransport(group=group)
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
 def sampler(path: str, channel: str, pipe: Connection) -> None:
     """The sampler's process: start the engine, then bind what comes, until None."""
+    if CUDA and ":" in channel:  # on the second card, before anything looks at them
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[1]
     try:
         asyncio.run(serve(path, channel, pipe))
     except BaseException:
@@ -67,7 +89,6 @@ def sampler(path: str, channel: str, pipe: Connection) -> None:
 
 async def serve(path: str, channel: str, pipe: Connection) -> None:
     """Answers every "go" with the phases of one sync, as seen from here."""
-    from lora_sync.transport import SharedMemoryTransport
     from omni_rollout.config import DiffusionRolloutConfig, VllmOmniConfig
     from omni_rollout.types import GenerationRequest
     from omni_rollout.vllm_omni.server import vLLMOmniHttpServer
@@ -86,8 +107,8 @@ async def serve(path: str, channel: str, pipe: Connection) -> None:
         output = await server.generate_one(request.replace(request_id=f"r{number}"))
         return output.extra_fields["final_latents"].float()
 
-    with SharedMemoryTransport(channel, "receiver") as transport:
-        pipe.send({"started_s": started})
+    pipe.send({"started_s": started})
+    with end_of(channel, "receiver") as transport:
         before, number = await latents(0), 0
         pipe.send({"sampled": list(before.shape)})
         while pipe.recv() is not None:
@@ -148,6 +169,7 @@ def answer(pipe: Connection, seconds: float) -> dict[str, Any]:
 def main() -> None:
     """Measure, and print one JSON line per result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transport", choices=("shared_memory", "broadcast"), default="shared_memory")
     parser.add_argument("--blocks", type=int, default=60 if CUDA else 2)
     parser.add_argument("--heads", type=int, default=6 if CUDA else 2)
     parser.add_argument("--head-dim", type=int, default=128 if CUDA else 32)
@@ -157,7 +179,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="gpu_checks_") as scratch:
         folder = write_folder(Path(scratch) / "model", options.blocks, options.heads, options.head_dim)
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
-        channel = f"sync-{uuid.uuid4().hex[:8]}"
+        one_card = options.transport == "shared_memory"
+        channel = f"sync-{uuid.uuid4().hex[:8]}" if one_card else free_address()
         process = multiprocessing.get_context("spawn").Process(target=sampler, args=(str(folder), channel, theirs))
         process.start()
         try:
@@ -174,7 +197,6 @@ def measure(folder: Path, channel: str, pipe: Connection, options: argparse.Name
     from common import now, report
     from fsdp_diffusers_engine import DiffusionModelConfig, FSDPEngineConfig, PPODiffusersFSDPEngine
     from lora_sync import LoRAReceipt, extract_lora, verify
-    from lora_sync.transport import SharedMemoryTransport
 
     engine = PPODiffusersFSDPEngine(
         DiffusionModelConfig(path=str(folder), lora_rank=options.rank, lora_alpha=2 * options.rank),
@@ -183,8 +205,9 @@ def measure(folder: Path, channel: str, pipe: Connection, options: argparse.Name
     engine.initialize()
     parameters = sum(p.numel() for p in engine.trainable.values())
     draw = torch.Generator(engine.device).manual_seed(0)
-    with SharedMemoryTransport(channel, "sender") as transport:
-        started = answer(pipe, 150.0)["started_s"]
+    started = answer(pipe, 150.0)["started_s"]
+    to_host = "cpu" if options.transport == "shared_memory" else None
+    with end_of(channel, "sender") as transport:
         answer(pipe, 60.0)
         rounds: list[dict[str, float]] = []
         for version in range(1, options.rounds + 2):
@@ -195,7 +218,7 @@ def measure(folder: Path, channel: str, pipe: Connection, options: argparse.Name
             gc.collect()
             pipe.send("go")
             start = now()
-            payload = extract_lora(engine.module, version=version, copy=False, device="cpu")
+            payload = extract_lora(engine.module, version=version, copy=False, device=to_host)
             extracted = now()
             transport.send(payload)
             sent = time.perf_counter()
@@ -216,7 +239,7 @@ def measure(folder: Path, channel: str, pipe: Connection, options: argparse.Name
     warm = sorted(rounds[1:], key=lambda r: r["total_s"])
     middle = warm[len(warm) // 2]
     report(
-        "a LoRA from the trainer into a live vLLM-Omni engine, verified",
+        f"a LoRA from the trainer into a live vLLM-Omni engine, verified, {options.transport}",
         middle["total_s"] < TARGET_S and all(r["sample_moved"] > 0 for r in rounds),
         parameters=parameters,
         modules=receipt.modules_bound,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from lora_sync import (
     verify,
 )
 from lora_sync.layers import adapter_parameters
-from lora_sync.transport import BroadcastTransport
+from lora_sync.transport import BroadcastTransport, join_group
 from lora_sync.weights import WeightBucket
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -205,7 +206,26 @@ def broadcasts(rank: int) -> dict[str, bool]:
         except LoRASyncError as error:
             out["broken"] = "unknown state" in str(error)
     dist.barrier()
+    out["own group"] = beside_the_default_group(rank, payload)
     return out
+
+
+def beside_the_default_group(rank: int, payload: LoRAPayload) -> bool:
+    """Ranks 1 and 2 of the world, as 0 and 1 of a group that it knows nothing about."""
+    port = torch.zeros(1, dtype=torch.int64)
+    if rank == 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port[0] = probe.getsockname()[1]
+    dist.broadcast(port, 1)
+    if rank == 0:
+        return True
+    channel = BroadcastTransport(group=join_group(f"127.0.0.1:{int(port)}", rank - 1, 2, device="cpu", timeout=30))
+    if rank == 1:
+        channel.send(payload, timeout=30)
+        return True
+    got = channel.receive(timeout=30)
+    return isinstance(got, LoRAPayload) and got.hash == payload.hash
 
 
 def death(rank: int, world: int) -> dict[str, bool]:

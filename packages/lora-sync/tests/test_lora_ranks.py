@@ -62,7 +62,7 @@ def test_adapters_binding_and_merging_are_exact_under_fsdp2(results, ranks):
 def test_broadcast_carries_payloads_and_buckets_and_names_its_faults(results):
     for result in results:
         assert all(result["broadcast"].values()), result["broadcast"]
-    assert set(results[1]["broadcast"]) == {"payload", "buckets", "corrupt", "timeout", "broken"}
+    assert set(results[1]["broadcast"]) == {"payload", "buckets", "corrupt", "timeout", "broken", "own group"}
 
 
 def test_a_rank_that_dies_in_the_middle_is_a_named_error(results):

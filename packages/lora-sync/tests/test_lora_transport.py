@@ -28,6 +28,7 @@ from lora_sync.transport import (
     InProcessTransport,
     RayTransport,
     SharedMemoryTransport,
+    join_group,
 )
 from lora_sync.weights import WeightBucket, load_weights, stream_weights
 
@@ -368,6 +369,10 @@ def test_ray_object_store():
 def test_broadcast_needs_a_process_group():
     with pytest.raises(TransportError, match="init_process_group"):
         BroadcastTransport()
+    with pytest.raises(TransportError, match="host:port"):
+        join_group("nowhere", 0, 2)
+    with pytest.raises(TransportError, match="rank 1 of 2 could not join"):
+        join_group("127.0.0.1:9", 1, 2, device="cpu", timeout=0.5)
 
 
 def test_deadline_counts_down():

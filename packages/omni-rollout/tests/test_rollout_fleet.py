@@ -59,9 +59,11 @@ def launch(monkeypatch):
             return DiffusersReplica(LocalHandle(target), name=f"diary-{place}")
 
         @staticmethod
-        async def _bind(replica, payload, adapter):
-            return await replica.update_lora(payload, adapter)
+        async def _bind(replica, sent, adapter):
+            return await replica.update_lora(sent[1], adapter)
 
+    store = types.SimpleNamespace(put=lambda value: value)
+    monkeypatch.setattr(fleet_module, "import_ray", lambda: store)
     monkeypatch.setattr(fleet_module, "cluster_nodes", lambda: [Node("n", "n", 0, 8)])
 
     async def launch(replicas=2, gate=None, **options):

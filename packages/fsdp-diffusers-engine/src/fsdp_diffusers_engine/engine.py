@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from . import adapters, checkpoint, loading, loop, offload, optim, sharding, weights
 from .batch import SamplingMeta
 from .config import MISSING, CheckpointConfig, DiffusionModelConfig, FSDPEngineConfig, FSDPOptimizerConfig
+from .determinism import make_deterministic
 from .errors import EngineError, EngineStateError
 from .failures import shared_failure
 from .forwards import ForwardCounter
@@ -87,6 +88,8 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
     def initialize(self) -> None:
         """Build the module, its optimizer and its schedule; calling it again starts over from the same weights."""
         config, engine = self.model_config, self.engine_config
+        if engine.full_determinism:
+            make_deterministic()
         self.device = sharding.pick_device(engine)
         self.layout = sharding.make_layout(engine, self.device)
         self.spec = _spec_of(config)

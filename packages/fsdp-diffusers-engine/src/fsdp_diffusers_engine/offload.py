@@ -15,7 +15,7 @@ def activations_on_cpu() -> Iterator[None]:
 
     Weights stay: a linear layer saves its own for the gradient of its input, and without checkpointing a copy of every
     one would cross the bus in every forward (``torch.autograd.graph.save_on_cpu`` does that). Copies are queued on the
-    stream, so forward does not wait for them.
+    stream, so forward does not wait for them, and keep their strides, so that backward runs the same kernels.
     """
     with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
         yield
@@ -30,7 +30,7 @@ def is_weight(tensor: Tensor) -> bool:
 def _pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
     if is_weight(tensor):
         return tensor
-    kept = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=tensor.is_cuda)
+    kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     return tensor.device, kept.copy_(tensor, non_blocking=True)
 
 

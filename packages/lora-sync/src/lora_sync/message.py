@@ -151,7 +151,8 @@ class Incoming:
             raise CorruptPayloadError(f"{self._origin}: {size - self.missing} bytes too many; send it again.")
         target = self.staging[self._place : self._place + size]
         target.copy_(piece)
-        for data in host_pieces(target) if self._check else ():
+        here = piece if piece.device.type == "cpu" else target  # what need not come back from a GPU to be hashed
+        for data in host_pieces(here) if self._check else ():
             self._hash(data)
         self._place += size
 

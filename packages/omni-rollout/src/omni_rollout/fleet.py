@@ -38,7 +38,7 @@ class Fleet:
         self.config, self.model_config = config, model_config
         self.router: Router
         self._resync = resync
-        self._payloads: dict[str, Any] = {}
+        self._payloads: dict[str, tuple[Any, Any]] = {}
         self._base_syncs = 0
         self._asleep = False
         self._places: list[tuple[Node, str | None]] = []
@@ -142,9 +142,9 @@ class Fleet:
                 continue
             missing = [item for item in self._payloads.items() if bound.get(item[0]) is not item[1]]
             if missing:
-                adapter, payload = min(missing, key=lambda item: item[1].version)  # a backend refuses to go back
-                await self._bind(replica, payload, adapter)
-                bound[adapter] = payload
+                adapter, sent = min(missing, key=lambda item: item[1][0].version)  # a backend refuses to go back
+                await self._bind(replica, sent, adapter)
+                bound[adapter] = sent
                 continue
             if self._asleep:  # the others gave their GPUs back meanwhile
                 await replica.sleep()
@@ -154,22 +154,23 @@ class Fleet:
             return
 
     @staticmethod
-    async def _bind(replica: Replica, payload: Any, adapter: str) -> Any:
+    async def _bind(replica: Replica, sent: tuple[Any, Any], adapter: str) -> Any:
         from lora_sync import verify
 
-        return verify(payload, await replica.update_lora(payload, adapter))
+        payload, reference = sent
+        return verify(payload, await replica.update_lora(reference, adapter))
 
     # ----------------------------------------------------------------------------------------------------------- weights
 
     async def update_lora(self, payload: Any, adapter: str = "default") -> list[Any]:
-        """Every replica gets the adapter between two requests, never during one.
+        """Every replica gets the adapter between two requests, never during one; it is put into Ray's store once for all.
 
         Returns the verified receipts of the living; one that has died meanwhile gets the adapter when it is back.
         """
         await self.router.drain()
         try:
-            self._payloads[adapter] = payload
-            return await self.router.each(lambda replica: self._bind(replica, payload, adapter))
+            sent = self._payloads[adapter] = (payload, import_ray().put(payload))
+            return await self.router.each(lambda replica: self._bind(replica, sent, adapter))
         finally:
             self.router.admit()
 

@@ -47,7 +47,7 @@ class Replica(ABC):
             raise typed_error(self.name, error) from error
 
     async def update_lora(self, payload: Any, adapter: str = "default") -> Any:
-        """Bind a `LoRAPayload`; returns its `LoRAReceipt`."""
+        """Bind a `LoRAPayload`, or the one that a Ray reference stands for; returns its `LoRAReceipt`."""
         return await self.call("update_lora", payload, adapter)
 
     async def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:

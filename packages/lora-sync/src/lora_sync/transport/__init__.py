@@ -1,7 +1,7 @@
 """Ways for a payload to travel: one interface, ``send(payload)`` and ``receive()``, with deadlines and a hash check."""
 
 from .base import Deadline, Transport
-from .broadcast import BroadcastTransport
+from .broadcast import BroadcastTransport, join_group
 from .files import FileTransport
 from .inprocess import InProcessTransport
 from .ray_store import RayTransport
@@ -15,4 +15,5 @@ __all__ = [
     "RayTransport",
     "SharedMemoryTransport",
     "Transport",
+    "join_group",
 ]

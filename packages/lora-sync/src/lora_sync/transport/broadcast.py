@@ -3,11 +3,15 @@
 One rank of the group sends, all others receive. The header goes first, then buckets of fixed size, then one all-reduce
 in which every receiver says whether its hash is right: ``send`` raises when one is not. After a timeout the group is in
 an unknown state, as with any collective that did not finish: leave it.
+
+A serving engine owns the default process group of its process. `join_group` makes one beside it, of the trainer's rank 0
+and the engines that it feeds.
 """
 
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +26,40 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+def join_group(
+    address: str, rank: int, size: int, *, device: str | torch.device = "cuda", timeout: float = DEFAULT_TIMEOUT
+) -> ProcessGroup:
+    """A process group of its own, whatever other groups this process is in. All ``size`` processes call it.
+
+    Args:
+        address: ``host:port`` on which rank 0 listens.
+        rank, size: this process's number in the group, from 0, and how many there are.
+        device: ``"cuda"`` (this process's current card) speaks NCCL, one card per rank; ``"cpu"`` speaks gloo.
+        timeout: seconds to wait for the others.
+
+    Raises ``TransportError`` when they do not come.
+    """
+    import torch.distributed as dist
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise TransportError(f"address={address!r} must be host:port, where rank 0 listens.")
+    wait = timedelta(seconds=timeout)
+    make: Any = dist.ProcessGroupNCCL if torch.device(device).type == "cuda" else dist.ProcessGroupGloo
+    try:
+        store = dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=wait)
+        group: ProcessGroup = make(dist.PrefixStore("lora_sync", store), rank, size, wait)
+    except RuntimeError as error:  # torch's DistError is one
+        raise TransportError(f"rank {rank} of {size} could not join the group at {address}: {error}") from error
+    return group
+
+
 class BroadcastTransport(Transport):
     """Collective transport: all ranks of ``group`` call their half in the same order.
 
     Args:
-        source: global rank that sends.
-        group: process group, default the world.
+        source: rank of the group that sends.
+        group: process group, default the world; one of `join_group`'s, or any other.
         device: where buckets live: ``"cuda"`` for NCCL (received tensors stay there), ``"cpu"`` for gloo.
         bucket_bytes: size of one broadcast; two buckets are in memory at a time.
     """
@@ -42,16 +74,18 @@ class BroadcastTransport(Transport):
     ) -> None:
         import torch.distributed as dist
 
-        if not dist.is_initialized():
-            raise TransportError("torch.distributed is not initialised; call init_process_group first.")
-        self._dist, self._group, self._source, self._bucket = dist, group, source, bucket_bytes
+        if group is None and not dist.is_initialized():
+            raise TransportError("torch.distributed is not initialised; call init_process_group first, or join_group.")
+        world: Any = dist.group.WORLD
+        self._group = group or world
+        self._source, self._bucket = source, bucket_bytes
         if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+            device = torch.device("cuda", torch.cuda.current_device()) if self._group.name() == "nccl" else "cpu"
         self.device, self._pool, self._broken = torch.device(device), BufferPool(), False
 
     def send(self, message: Message, *, timeout: float = DEFAULT_TIMEOUT) -> None:
-        if self._dist.get_rank() != self._source:
-            raise TransportError(f"rank {self._dist.get_rank()} receives; rank {self._source} sends.")
+        if self._group.rank() != self._source:
+            raise TransportError(f"rank {self._group.rank()} receives; rank {self._source} sends.")
         deadline = Deadline(timeout, f"broadcasting version {message.version}")
         outgoing = Outgoing(message)
         sizes = torch.tensor([len(outgoing.header), outgoing.plan.data_bytes], device=self.device)
@@ -121,7 +155,7 @@ class BroadcastTransport(Transport):
 
     def _vote(self, failed: int, deadline: Deadline) -> int:
         votes = torch.tensor([failed], device=self.device)
-        self._finish(self._dist.all_reduce(votes, group=self._group, async_op=True), deadline)
+        self._finish(self._group.allreduce(votes), deadline)
         return int(votes)
 
     def _broadcast(self, tensor: Tensor, deadline: Deadline) -> None:
@@ -132,7 +166,7 @@ class BroadcastTransport(Transport):
             raise TransportError(
                 "an earlier broadcast did not finish, so this group is in an unknown state; make a new one."
             )
-        return self._dist.broadcast(tensor, self._source, group=self._group, async_op=True)
+        return self._group.broadcast(tensor, self._source)
 
     def _finish(self, work: Any, deadline: Deadline) -> None:
         """Wait with a deadline of our own: a group's timeout would end the process."""

@@ -43,11 +43,19 @@ class SharedMemoryTransport(Transport):
         role: ``"sender"`` makes the ring, ``"receiver"`` waits for it and attaches.
         readers: how many receivers there are (sender). Each gets every message.
         reader: this receiver's number, from 0.
+        device: where a receiver's tensors go. On ``"cuda"`` they are copied from the ring straight to the card.
         timeout: seconds a receiver waits for the ring to appear.
     """
 
     def __init__(
-        self, name: str, role: str, *, readers: int = 1, reader: int = 0, timeout: float = DEFAULT_TIMEOUT
+        self,
+        name: str,
+        role: str,
+        *,
+        readers: int = 1,
+        reader: int = 0,
+        device: str | torch.device = "cpu",
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
         if role not in ("sender", "receiver") or not 1 <= readers <= _MAX_READERS or not name or "/" in name:
             raise TransportError(
@@ -57,11 +65,13 @@ class SharedMemoryTransport(Transport):
         folder = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(tempfile.gettempdir())
         self._path, self._role, self._reader = folder / f"lora_sync.{name}", role, reader
         self._pool, self._sent, self._read, self._message = BufferPool(), 0, 0, 0
-        self._pinned = False
+        self.device, self._pinned = torch.device(device), False
         if role == "sender":
             self._create(readers)
         else:
             self._attach(timeout)
+            if self.device.type == "cuda":
+                self._pin()
 
     # Both sides --------------------------------------------------------------------------------------------------
 
@@ -94,6 +104,11 @@ class SharedMemoryTransport(Transport):
                 if self._role == "sender" or self._message_open:
                     self._words[_BROKEN] = 1  # half a message is in the ring: nobody could find the next one's start
                 raise
+
+    def _pin(self) -> None:
+        """Page-lock the ring, so that copies from and to a GPU run at the bus's speed."""
+        status = torch.cuda.cudart().cudaHostRegister(self._ring.data_ptr(), self._ring.numel(), 0)  # type: ignore[no-untyped-call]
+        self._pinned = int(status) == 0
 
     _message_open = False
 
@@ -179,11 +194,6 @@ class SharedMemoryTransport(Transport):
         self._sent += 1
         self._words[_WRITTEN] = self._sent
 
-    def _pin(self) -> None:
-        """Page-lock the ring, so that copies from a GPU run at the bus's speed."""
-        status = torch.cuda.cudart().cudaHostRegister(self._ring.data_ptr(), self._ring.numel(), 0)  # type: ignore[no-untyped-call]
-        self._pinned = int(status) == 0
-
     # Receiver ----------------------------------------------------------------------------------------------------
 
     def _attach(self, timeout: float) -> None:
@@ -229,7 +239,9 @@ class SharedMemoryTransport(Transport):
             while len(header) < size:
                 header += self._take(deadline).numpy().tobytes()
                 self._release()
-            incoming = Incoming(bytes(header[8:size]), check=check, pool=self._pool, origin=self._path.name)
+            incoming = Incoming(
+                bytes(header[8:size]), check=check, pool=self._pool, device=self.device, origin=self._path.name
+            )
             while incoming.missing:
                 incoming.feed(self._take(deadline))
                 self._release()

@@ -5,9 +5,11 @@ vLLM-Omni 0.30 asks a pipeline for `_load_diffusion_lora_adapter` before it look
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+import torch
 from lora_sync import get_map
 from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
@@ -16,8 +18,6 @@ from vllm_omni.lora.request import LoRARequest
 
 if TYPE_CHECKING:
     from lora_sync import LoRAPayload
-
-_A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 class OmniTensorLoRARequest(LoRARequest):
@@ -28,28 +28,24 @@ class OmniTensorLoRARequest(LoRARequest):
         peft_config: r and lora_alpha.
         lora_tensors: `<component>.<diffusers module>.lora_A.weight` and `…lora_B.weight`; the pipeline that gets them
             knows what its own modules are called.
+        lora_scales: `<component>.<diffusers module>` → factor on B·A where it is not lora_alpha / r.
     """
 
     peft_config: dict | None = None
     lora_tensors: dict | None = None
+    lora_scales: dict | None = None
 
 
 def make_request(payload: LoRAPayload, lora_int_id: int, name: str) -> OmniTensorLoRARequest:
-    """A request from a payload of the trainer.
-
-    Each module's alpha / r is folded into its B, so that modules of different rank or alpha need no special care.
-    """
-    tensors: dict[str, Tensor] = {}
-    for module in payload.modules:
-        tensors[engine_name(module) + _A] = payload.tensors[module + _A]
-        tensors[engine_name(module) + _B] = payload.tensors[module + _B] * payload.scale_of(module)
-    rank = max(payload.rank_of(module) for module in payload.modules)
+    """A request around the tensors of a payload, which are not copied."""
+    modules = payload.modules
     return OmniTensorLoRARequest(
         lora_name=name,
         lora_int_id=lora_int_id,
         lora_path=f"/in-memory/{name}",
-        peft_config={"r": rank, "lora_alpha": rank},  # equal: the scale is in B already
-        lora_tensors=tensors,
+        peft_config={"r": max(map(payload.rank_of, modules)), "lora_alpha": payload.alpha},
+        lora_tensors={engine_name(key): tensor for key, tensor in payload.tensors.items()},
+        lora_scales={engine_name(module): payload.scale_of(module) for module in modules},
     )
 
 
@@ -64,32 +60,41 @@ class TensorLoRAMixin:
     lora_architecture: str
     """Name of lora_sync's map for this transformer."""
 
-    def engine_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors under the names of this pipeline's modules.
+    def engine_tensors(
+        self, request: OmniTensorLoRARequest, device: torch.device, dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor]]:
+        """What the engine's layers should hold after binding: (key under this pipeline's module name, tensor).
 
-        A module that exists under its diffusers name keeps it; lora_sync's map says what the others are called here.
+        Each module's alpha / r is folded into its B, in the dtype it was sent in, so that modules of different rank or
+        alpha need no special care. A module that exists under its diffusers name keeps it; lora_sync's map says what the
+        others are called here.
         """
+        config, scales = request.peft_config or {}, request.lora_scales or {}
         names, modules = get_map(self.lora_architecture), dict(self.named_modules())  # type: ignore[attr-defined]
-        renamed = {}
-        for key, value in tensors.items():
+        for key, sent in (request.lora_tensors or {}).items():
             module, _, part = key.rpartition(".lora_")
+            tensor = sent.to(device)
+            if part.startswith("B."):
+                scale = scales.get(module)
+                tensor = tensor * (config["lora_alpha"] / config["r"] if scale is None else scale)
             if module not in modules:
                 component, _, inner = module.partition(".")
                 module = f"{component}.{names.to_vllm(inner)}"
-            renamed[f"{module}.lora_{part}"] = value
-        return renamed
+            yield f"{module}.lora_{part}", tensor.to(dtype)
 
     def _load_diffusion_lora_adapter(
-        self, *, lora_request: LoRARequest, lora_path: str, dtype: Any
+        self, *, lora_request: LoRARequest, lora_path: str, dtype: torch.dtype
     ) -> tuple[LoRAModel, PEFTHelper] | None:
-        sent = getattr(lora_request, "lora_tensors", None)
-        if sent is None:
+        if getattr(lora_request, "lora_tensors", None) is None:
             return None  # an adapter on disk, for people who serve one
-        tensors = {f"base_model.model.{key}": value for key, value in self.engine_tensors(sent).items()}
-        targets = sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in tensors})
-        config = {**(getattr(lora_request, "peft_config", None) or {}), "target_modules": targets, "bias": "none"}
-        helper = PEFTHelper.from_dict(config)
+        device = next(self.transformer.parameters()).device  # type: ignore[attr-defined]
+        tensors = {f"base_model.model.{k}": t for k, t in self.engine_tensors(lora_request, device, dtype)}
+        layers = sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in tensors})
+        rank = (lora_request.peft_config or {})["r"]
+        # One pattern: a list is matched entry by entry against every module of the pipeline. r = alpha: B is scaled.
+        pattern = rf"(?:^|\.)(?:{'|'.join(map(re.escape, layers))})$"
+        helper = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": pattern, "bias": "none"})
         model = LoRAModel.from_lora_tensors(
-            lora_model_id=lora_request.lora_int_id, tensors=tensors, peft_helper=helper, device="cpu", dtype=dtype
+            lora_model_id=lora_request.lora_int_id, tensors=tensors, peft_helper=helper, device=str(device), dtype=dtype
         )
         return model, helper

@@ -37,6 +37,8 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         when any module of the adapter finds no layer.
         """
         manager = self.lora_manager
+        # Once: the tensors are read twice below, to bind them and to compare.
+        request.lora_tensors = {key: sent.to(manager.device) for key, sent in (request.lora_tensors or {}).items()}
         if not manager.add_adapter(request):
             raise ValueError(f"adapter id {request.lora_int_id} exists already; every version needs an id of its own")
         try:
@@ -50,7 +52,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
 
     def _differing(self, request: OmniTensorLoRARequest) -> int:
         """Elements of the layers' LoRA buffers that are not what was sent. Only unsharded layers can be compared."""
-        manager, wrong = self.lora_manager, 0
+        manager = self.lora_manager
         held: dict[str, tuple[Tensor, Tensor]] = {}
         for name, layer in manager._lora_modules.items():
             prefix, _, suffix = name.rpartition(".")
@@ -58,14 +60,13 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
             parts = manager._get_packed_sublayer_suffixes(suffix, count) if count > 1 else [suffix]
             for part, a, b in zip(parts or [], layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
                 held[f"{prefix}.{part}"] = (a[0, 0], b[0, 0])
-        for key, sent in self.model_runner.pipeline.engine_tensors(request.lora_tensors or {}).items():
-            module = key.rpartition(".lora_")[0]
-            buffer = held[module][0 if ".lora_A." in key else 1]
+        wrong = torch.zeros((), dtype=torch.int64, device=manager.device)  # read once: every read waits for the device
+        for key, sent in self.model_runner.pipeline.engine_tensors(request, manager.device, manager.dtype):
+            buffer = held[key.rpartition(".lora_")[0]][".lora_B." in key]
             live = buffer[: sent.shape[0], : sent.shape[1]]
-            if live.shape != sent.shape:
-                continue  # a shard of a tensor-parallel layer
-            wrong += int((live != sent.to(live)).sum())
-        return wrong
+            if live.shape == sent.shape:  # else a shard of a tensor-parallel layer
+                wrong += (live.to(sent) != sent).sum()
+        return int(wrong)
 
     def drop_lora(self, lora_int_id: int) -> bool:
         """Remove an adapter; False when it is not there."""
