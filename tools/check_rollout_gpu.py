@@ -2,6 +2,7 @@
 
     python tools/check_rollout_gpu.py                                      # every model in bf16, Qwen-Image in fp32 too
     python tools/check_rollout_gpu.py --only qwen_image:float32 sd3:bfloat16
+    python tools/check_rollout_gpu.py --only qwen_image:float32:2          # its engine's layers split over two GPUs
     OMNI_ROLLOUT_CPU=1 python tools/check_rollout_gpu.py --only qwen_image:float32      # the same code without a GPU
 
 Each model is a tiny random pipeline in a process group of its own with a deadline, a few side by side on the one card. A
@@ -38,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "wan_5b": {"num_frames": 5},
 }
 PLAN = [f"{name}:bfloat16" for name in MODELS] + ["qwen_image:float32"]
+SPLIT = [f"{name}:{dtype}:2" for name in MODELS for dtype in ("float32", "bfloat16")]
 CHECKS = ("log_probs", "solvers", "lora", "full_weights", "sleep")
 SIDE_BY_SIDE, EACH_S, ALL_S = (1, 280.0, 3600.0) if CPU else (4, 110.0, 232.0)
 #: Largest |Δ log-prob| (mean per latent element) that passes, and largest shift of a step's mean in units of its std.
@@ -60,7 +62,7 @@ def say(check: str, **values: Any) -> None:
 class Model:
     """A tiny pipeline, its engine and its trainer."""
 
-    def __init__(self, name: str, dtype: str, folder: Path) -> None:
+    def __init__(self, name: str, dtype: str, split: int, folder: Path) -> None:
         import diffusers
         import torch
         from model_specs import tiny
@@ -75,8 +77,9 @@ class Model:
             self.path = str(folder / dtype)
             pipeline.save_pretrained(self.path)
         settings = VllmOmniConfig(
-            enforce_eager=True, max_num_seqs=8, request_batch_max_wait_ms=200.0, gpu_memory_utilization=0.1
-        )
+            enforce_eager=True, max_num_seqs=8, request_batch_max_wait_ms=200.0, gpu_memory_utilization=0.1,
+            tensor_model_parallel_size=split,
+        )  # fmt: skip
         config = DiffusionRolloutConfig(backend="vllm_omni", dtype=dtype, vllm_omni=settings)
         self.server = vLLMOmniHttpServer(config, SimpleNamespace(path=self.path, algorithm="flow_grpo"))
 
@@ -303,14 +306,14 @@ def equal_pictures(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
     return all(bool((a.diffusion_output == b.diffusion_output).all()) for a, b in zip(ours, theirs, strict=True))
 
 
-async def run_one(name: str, dtype: str) -> None:
+async def run_one(name: str, dtype: str, split: str = "1") -> None:
     """All checks of one model; one that fails does not stop the others."""
     import torch
 
     torch.set_num_threads(1 if CPU else 4)
-    labels = {"model": name, "dtype": dtype}
+    labels = {"model": name, "dtype": dtype, "gpus": int(split)}
     with tempfile.TemporaryDirectory() as folder:
-        model = Model(name, dtype, Path(folder))
+        model = Model(name, dtype, int(split), Path(folder))
         say("start", good=True, seconds=round(await model.server.launch_server(), 1), **labels)
         try:
             model.load_trainer()
@@ -353,7 +356,7 @@ class Child:
     def results(self) -> list[dict[str, Any]]:
         """What it printed, and a failure for every check that it did not come to."""
         found: list[dict[str, Any]] = []
-        name, dtype = self.subject.split(":")
+        name, dtype, *_ = self.subject.split(":")
         for line in self.out:
             with contextlib.suppress(ValueError):  # the last line of a child that was ended
                 found.append(json.loads(line))
@@ -370,8 +373,10 @@ class Child:
 def main() -> int:
     """Run the models and print the verdict."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PLAN, default=PLAN, metavar="MODEL:DTYPE", help=", ".join(PLAN))
-    parser.add_argument("--one", choices=PLAN, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--only", nargs="+", choices=PLAN + SPLIT, default=PLAN, metavar="MODEL:DTYPE", help=", ".join(PLAN)
+    )
+    parser.add_argument("--one", choices=PLAN + SPLIT, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         asyncio.run(run_one(*options.one.split(":")))

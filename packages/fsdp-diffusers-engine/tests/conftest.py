@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +172,12 @@ def make_worker(tiny_qwen: Path) -> Callable[..., TrainingWorker]:
         return worker
 
     return make
+
+
+@pytest.fixture
+def default_kernels() -> Iterator[None]:
+    """Undoes what `full_determinism` turned on for the whole process."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]

@@ -142,10 +142,11 @@ def test_bf16_base_replays_its_own_rollout(make_engine: Any, make_batch: Any, st
 
 @pytest.mark.parametrize("sharding", ["never", "always"])
 def test_a_checkpoint_goes_on_bitwise(
-    make_engine: Any, make_batch: Any, stir: Any, tmp_path: Path, sharding: str
+    make_engine: Any, make_batch: Any, stir: Any, tmp_path: Path, default_kernels: None, sharding: str
 ) -> None:
     def build() -> Any:
-        return make_engine(engine={"device": "cuda", "sharding": sharding, "ema_decay": 0.9})
+        options = {"device": "cuda", "sharding": sharding, "ema_decay": 0.9, "full_determinism": True}
+        return make_engine(engine=options)
 
     engine = build()
     stir(engine)

@@ -208,6 +208,12 @@ def test_memory_options_change_no_number(make_engine: Any, make_batch: Any, stir
     assert close(found[1], found[0], 1e-6)
 
 
+def test_full_determinism_is_on_from_the_first_step(make_engine: Any, default_kernels: None) -> None:
+    assert not torch.are_deterministic_algorithms_enabled()
+    make_engine(engine={"full_determinism": True})
+    assert torch.are_deterministic_algorithms_enabled()
+
+
 def test_offloading_activations_copies_no_weight(
     make_engine: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -220,8 +221,10 @@ def beside_the_default_group(rank: int, payload: LoRAPayload) -> bool:
     dist.broadcast(port, 1)
     if rank == 0:
         return True
-    channel = BroadcastTransport(group=join_group(f"127.0.0.1:{int(port)}", rank - 1, 2, device="cpu", timeout=30))
+    group = join_group(f"127.0.0.1:{int(port)}", rank - 1, 2, device="cpu", timeout=2)
+    channel = BroadcastTransport(group=group)
     if rank == 1:
+        time.sleep(2.5)  # longer than the group had to come together: a message has its own deadline
         channel.send(payload, timeout=30)
         return True
     got = channel.receive(timeout=30)

@@ -29,6 +29,7 @@ from lora_sync.transport import (
     RayTransport,
     SharedMemoryTransport,
     join_group,
+    shared_memory,
 )
 from lora_sync.weights import WeightBucket, load_weights, stream_weights
 
@@ -132,6 +133,42 @@ def test_ring_tells_the_sender_about_a_refusal(ring):
         sender.send(bad, timeout=20)
     thread.join()
     assert isinstance(failures[0], CorruptPayloadError)
+
+
+def test_ring_is_broken_for_both_when_the_receiver_has_no_memory(ring, monkeypatch):
+    sender, receiver = ring
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("no room for 755 MB")
+
+    monkeypatch.setattr(shared_memory, "Incoming", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        across(sender, receiver, payload(1, 1_000_000))
+    with pytest.raises(TransportError, match="channel broke"):
+        receiver.receive(timeout=20)
+
+
+def test_staged_bytes_are_what_is_hashed(ring, monkeypatch):
+    sender, receiver = ring
+    feed = shared_memory.Incoming.feed
+
+    def careless(self, piece):
+        place = self._place
+        copy = torch.Tensor.copy_
+
+        def flipped(target, source, *args, **kwargs):
+            done = copy(target, source, *args, **kwargs)
+            if place == 0:
+                done[0] ^= 1
+            return done
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", flipped)
+            feed(self, piece)
+
+    monkeypatch.setattr(shared_memory.Incoming, "feed", careless)
+    with pytest.raises(CorruptPayloadError, match="content hash"):
+        across(sender, receiver, payload(1))
 
 
 def test_ring_deadlines(ring):
@@ -371,7 +408,9 @@ def test_broadcast_needs_a_process_group():
         BroadcastTransport()
     with pytest.raises(TransportError, match="host:port"):
         join_group("nowhere", 0, 2)
-    with pytest.raises(TransportError, match="rank 1 of 2 could not join"):
+    with pytest.raises(TransportError, match="rank=2 must be from 0 to 1"):
+        join_group("127.0.0.1:9", 2, 2)
+    with pytest.raises(TransportError, match="rank 1 of 2 .* could not be joined"):
         join_group("127.0.0.1:9", 1, 2, device="cpu", timeout=0.5)
 
 

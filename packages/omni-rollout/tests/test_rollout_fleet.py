@@ -62,16 +62,29 @@ def launch(monkeypatch):
         async def _bind(replica, sent, adapter):
             return await replica.update_lora(sent[1], adapter)
 
-    store = types.SimpleNamespace(put=lambda value: value)
+    puts = []
+    store = types.SimpleNamespace(put=lambda value: puts.append(value) or value)
     monkeypatch.setattr(fleet_module, "import_ray", lambda: store)
     monkeypatch.setattr(fleet_module, "cluster_nodes", lambda: [Node("n", "n", 0, 8)])
 
     async def launch(replicas=2, gate=None, **options):
         gates[replicas] = gate  # of the first one that replaces another
         config = DiffusionRolloutConfig(num_replicas=replicas, router=RouterConfig(request_timeout_s=5))
-        return await DiaryFleet.launch(config, None, **options), made
+        fleet = await DiaryFleet.launch(config, None, **options)
+        fleet.puts = puts
+        return fleet, made
 
     return launch
+
+
+def test_an_adapter_is_put_into_the_store_once_or_not_at_all(launch):
+    async def run():
+        fleet, made = await launch(replicas=3)
+        await fleet.update_lora(payload(1, "default"))
+        await fleet.update_lora(payload(2, "default"), reference=payload(2, "in the store"))
+        return len(fleet.puts), [target.diary for target in made]
+
+    assert asyncio.run(run()) == (1, [[("default", 1), ("default", 2)]] * 3)
 
 
 async def until(condition):

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from lora_sync import verify
-from omni_rollout.errors import LifecycleError, RolloutConfigError, SyncError
+from omni_rollout.errors import LifecycleError, ReplicaError, RolloutConfigError, SyncError
 from omni_rollout.weights import content_sum
 from safetensors.torch import load_file
 from sde_samplers import Trajectory, from_diffusers, replay
@@ -291,6 +291,49 @@ def test_lora_means_the_same_in_engine_and_trainer(engine, embedded, draw, reque
         outputs.append(draw(replica, requests))
         runner.run(replica.call("remove_lora"))
     assert max(difference(a, b) for a, b in zip(*outputs, strict=True)) <= 1e-5
+
+
+@needs_engine
+def test_an_adapter_that_comes_as_a_stream_of_buckets(engine, runner, adapter):
+    sent = adapter(31, seed=6)
+    named = sorted(sent.tensors.items())
+    config = {"r": sent.rank, "lora_alpha": 3 * sent.rank, "target_modules": ["to_q"], "use_dora": False}
+    stream = {"peft_config": config, "base_sync_done": True, "version": 31, "lora_int_id": 900}
+
+    def bucket(part, **options):
+        return runner.run(engine.call("_rpc", "update_weights_from_ipc", bucket=part, **{**stream, **options}))
+
+    assert bucket(named[:7], first=True, last=False) == {}
+    facts = bucket(named[7:], first=False, last=True)
+    assert facts == {"modules": len(sent.modules), "tensors": len(named), "differing": 0}
+    assert runner.run(engine.call("_rpc", "drop_lora", 900))
+    for wrong, words in ((config | {"use_rslora": True}, "use_rslora"), ({"lora_alpha": 4}, r"needs \['r'\]")):
+        with pytest.raises(ReplicaError, match=words):
+            bucket(named, first=True, last=True, peft_config=wrong)
+    assert 900 not in runner.run(engine.call("facts"))["lora_ids"]
+
+
+@needs_engine
+def test_the_scale_of_each_module_is_folded_into_its_b():
+    from omni_rollout.vllm_omni.lora_request import OmniTensorLoRARequest, TensorLoRAMixin
+
+    class Pipeline(TensorLoRAMixin, torch.nn.Module):
+        lora_architecture = "qwen_image"
+
+    ones = {
+        f"transformer.transformer_blocks.{i}.attn.to_out.0.lora_{x}.weight": torch.ones(2, 2)
+        for i in (0, 1)
+        for x in "AB"
+    }
+    request = OmniTensorLoRARequest(
+        "x", 1, "/x", peft_config={"r": 2, "lora_alpha": 8}, lora_tensors=ones,
+        lora_scales={"transformer.transformer_blocks.1.attn.to_out.0": 0.5},
+    )  # fmt: skip
+    found = {key: float(t.mean()) for key, t in Pipeline().engine_tensors(request, torch.device("cpu"), torch.float32)}
+    blocks = [f"transformer.transformer_blocks.{i}.attn.to_out.lora_" for i in (0, 1)]
+    assert found == {
+        blocks[0] + "A.weight": 1.0, blocks[0] + "B.weight": 4.0, blocks[1] + "A.weight": 1.0, blocks[1] + "B.weight": 0.5
+    }  # fmt: skip
 
 
 @needs_engine

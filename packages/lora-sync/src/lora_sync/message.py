@@ -151,7 +151,8 @@ class Incoming:
             raise CorruptPayloadError(f"{self._origin}: {size - self.missing} bytes too many; send it again.")
         target = self.staging[self._place : self._place + size]
         target.copy_(piece)
-        here = piece if piece.device.type == "cpu" else target  # what need not come back from a GPU to be hashed
+        # What was kept, unless that is on a GPU and would have to come back to be hashed.
+        here = piece if self.device.type != "cpu" and piece.device.type == "cpu" else target
         for data in host_pieces(here) if self._check else ():
             self._hash(data)
         self._place += size

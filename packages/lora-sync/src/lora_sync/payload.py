@@ -132,8 +132,8 @@ class LoRAPayload:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as host tensors whose bytes travel out of band (protocol 5: Ray's), from one memory to the other.
 
-        What arrives may be read-only memory: bind it with `apply_lora`, without ``take``. Its hash is not checked on the
-        way in; `check` does that.
+        What arrives may be read-only memory: bind it with `apply_lora`, without ``take``. Its hash is checked on the way
+        in: a payload that changed meanwhile raises ``CorruptPayloadError`` where it is unpickled.
         """
         if protocol < 5:
             return _unpickled, (bytes(self.to_bytes()),)
@@ -221,11 +221,11 @@ class LoRAPayload:
 
 
 def _rebuilt(meta: dict[str, Any], parts: list[tuple[str, str, tuple[int, ...], Any]]) -> LoRAPayload:
-    return LoRAPayload.from_parts(dict(from_buffers(parts)), meta, check=False, origin="pickled payload")
+    return LoRAPayload.from_parts(dict(from_buffers(parts)), meta, origin="pickled payload")
 
 
 def _unpickled(data: bytes) -> LoRAPayload:
-    return LoRAPayload.from_bytes(bytearray(data), check=False, origin="pickled payload")
+    return LoRAPayload.from_bytes(bytearray(data), origin="pickled payload")
 
 
 def modules_of(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:

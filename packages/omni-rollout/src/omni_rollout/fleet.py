@@ -162,14 +162,20 @@ class Fleet:
 
     # ----------------------------------------------------------------------------------------------------------- weights
 
-    async def update_lora(self, payload: Any, adapter: str = "default") -> list[Any]:
-        """Every replica gets the adapter between two requests, never during one; it is put into Ray's store once for all.
+    async def update_lora(self, payload: Any, adapter: str = "default", *, reference: Any = None) -> list[Any]:
+        """Every replica gets the adapter between two requests, never during one.
+
+        Args:
+            payload: a `LoRAPayload`.
+            adapter: the name that requests ask for.
+            reference: to the payload in Ray's store; without one it is put there, once for all replicas.
 
         Returns the verified receipts of the living; one that has died meanwhile gets the adapter when it is back.
         """
+        sent = payload, import_ray().put(payload) if reference is None else reference
         await self.router.drain()
         try:
-            sent = self._payloads[adapter] = (payload, import_ray().put(payload))
+            self._payloads[adapter] = sent
             return await self.router.each(lambda replica: self._bind(replica, sent, adapter))
         finally:
             self.router.admit()

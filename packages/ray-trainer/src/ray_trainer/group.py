@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fsdp_diffusers_engine.metrics import reduce_metrics
@@ -16,6 +16,9 @@ from tensordict import TensorDict
 from ray_trainer.config import RunConfig
 from ray_trainer.errors import TrainerError
 from ray_trainer.workers import ActorRolloutRefWorker
+
+if TYPE_CHECKING:
+    from lora_sync import LoRAPayload
 
 
 class WorkerGroup:
@@ -68,9 +71,10 @@ class WorkerGroup:
         """Sync every sampler that shares its weights; the metrics of the first."""
         return self.call("update_weights", step)[0]
 
-    def lora_payload(self, adapter: str, version: int) -> Any:
-        """The adapter, gathered from all workers."""
-        return self.call("lora_payload", adapter, version)[0]
+    def lora_payload(self, adapter: str, version: int) -> tuple[LoRAPayload, Any]:
+        """The adapter, gathered from all workers, and its reference in Ray's store, whose memory it is."""
+        references = [actor.lora_payload.remote(adapter, version) for actor in self.actors]
+        return self._ray.get(references)[0], references[0]
 
     def refresh_old_policy(self, step: int) -> dict[str, float]:
         """See `ActorRolloutRefWorker.refresh_old_policy`."""

@@ -97,8 +97,8 @@ class FleetSampler:
             self._asleep = False
         metrics: Metrics = {}
         for adapter in self.config.sampling_adapters:
-            payload = self.workers.lora_payload(adapter, version)
-            for receipt in await self.fleet.update_lora(payload, adapter):
+            payload, reference = self.workers.lora_payload(adapter, version)
+            for receipt in await self.fleet.update_lora(payload, adapter, reference=reference):
                 verify(payload, receipt, previous_version=self._version if self._version >= 0 else None)
                 metrics = {"sync/version": float(version), "sync/tensors_bound": float(receipt.tensors_bound)}
         self._version = version

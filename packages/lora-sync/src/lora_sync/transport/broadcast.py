@@ -25,6 +25,9 @@ from .base import DEFAULT_TIMEOUT, Deadline, Transport
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_NEVER = timedelta(days=365)
+"""A group's own timeout ends the process, under NCCL; messages have deadlines that raise."""
+
 
 def join_group(
     address: str, rank: int, size: int, *, device: str | torch.device = "cuda", timeout: float = DEFAULT_TIMEOUT
@@ -32,25 +35,35 @@ def join_group(
     """A process group of its own, whatever other groups this process is in. All ``size`` processes call it.
 
     Args:
-        address: ``host:port`` on which rank 0 listens.
+        address: ``host:port`` on which rank 0 listens, as long as it holds the group. After a failure join anew at
+            another port.
         rank, size: this process's number in the group, from 0, and how many there are.
         device: ``"cuda"`` (this process's current card) speaks NCCL, one card per rank; ``"cpu"`` speaks gloo.
-        timeout: seconds to wait for the others.
+        timeout: seconds to wait for the others. Messages later have deadlines of their own.
 
     Raises ``TransportError`` when they do not come.
     """
     import torch.distributed as dist
 
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise TransportError(f"address={address!r} must be host:port, where rank 0 listens.")
-    wait = timedelta(seconds=timeout)
+    if not 0 <= rank < size:
+        raise TransportError(f"rank={rank!r} must be from 0 to {size - 1}, for size={size!r}.")
+    deadline = Deadline(timeout, f"waiting as rank {rank} of {size} for the group at {address}")
     make: Any = dist.ProcessGroupNCCL if torch.device(device).type == "cuda" else dist.ProcessGroupGloo
     try:
-        store = dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=wait)
-        group: ProcessGroup = make(dist.PrefixStore("lora_sync", store), rank, size, wait)
-    except RuntimeError as error:  # torch's DistError is one
-        raise TransportError(f"rank {rank} of {size} could not join the group at {address}: {error}") from error
+        store = dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timedelta(seconds=timeout))
+        for other in range(size):  # before the group: it would wait for them by a deadline that no one set
+            store.set(f"rank {rank}", "here") if other == rank else store.wait([f"rank {other}"])
+        group: ProcessGroup = make(dist.PrefixStore("lora_sync", store), rank, size, _NEVER)
+        hello = group.allreduce(torch.zeros(1, device=device))  # NCCL connects at its first message
+        while not hello.is_completed():
+            deadline.check()
+            time.sleep(1e-3)
+        hello.wait()
+    except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
+        raise TransportError(f"{deadline.doing}: it could not be joined ({error}).") from error
     return group
 
 
@@ -77,7 +90,11 @@ class BroadcastTransport(Transport):
         if group is None and not dist.is_initialized():
             raise TransportError("torch.distributed is not initialised; call init_process_group first, or join_group.")
         world: Any = dist.group.WORLD
-        self._group = group or world
+        self._group = world if group is None else group
+        if not hasattr(self._group, "rank"):
+            raise TransportError(f"group={group!r} is no process group of which this process is a member.")
+        if not 0 <= source < self._group.size():
+            raise TransportError(f"source={source!r} must be a rank of the group, from 0 to {self._group.size() - 1}.")
         self._source, self._bucket = source, bucket_bytes
         if device is None:
             device = torch.device("cuda", torch.cuda.current_device()) if self._group.name() == "nccl" else "cpu"
@@ -118,14 +135,14 @@ class BroadcastTransport(Transport):
         header_bytes, data_bytes = (int(size) for size in sizes)
         header = torch.empty(header_bytes, dtype=torch.uint8, device=self.device)
         self._broadcast(header, deadline)
-        failure: LoRASyncError | None = None
+        failure: Exception | None = None
         incoming: Incoming | None = None
         try:
             text = header.cpu().numpy().tobytes()
             incoming = Incoming(text, check=check, pool=self._pool, device=self.device, origin="broadcast")
             if incoming.missing != data_bytes:
                 raise CorruptPayloadError(f"broadcast: header speaks of {incoming.missing} bytes, {data_bytes} follow.")
-        except LoRASyncError as error:  # keep taking part: the others count on this rank
+        except (LoRASyncError, MemoryError, torch.OutOfMemoryError) as error:  # take part: others count on this rank
             failure, incoming = error, None
         self._drain(incoming, data_bytes, deadline)
         message: Message | None = None

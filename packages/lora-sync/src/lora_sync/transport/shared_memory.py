@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..codec import as_buffer
-from ..errors import CorruptPayloadError, LoRASyncError, TransportError
+from ..errors import CorruptPayloadError, TransportError
 from ..message import BufferPool, Incoming, Message, Outgoing
 from .base import DEFAULT_TIMEOUT, Deadline, Transport
 
@@ -65,13 +65,14 @@ class SharedMemoryTransport(Transport):
         folder = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(tempfile.gettempdir())
         self._path, self._role, self._reader = folder / f"lora_sync.{name}", role, reader
         self._pool, self._sent, self._read, self._message = BufferPool(), 0, 0, 0
-        self.device, self._pinned = torch.device(device), False
+        self.device, self._pinned = torch.empty(0, device=device).device, False  # a card that is not there raises here
         if role == "sender":
             self._create(readers)
         else:
             self._attach(timeout)
             if self.device.type == "cuda":
-                self._pin()
+                with torch.cuda.device(self.device):
+                    self._pin()
 
     # Both sides --------------------------------------------------------------------------------------------------
 
@@ -245,7 +246,7 @@ class SharedMemoryTransport(Transport):
             while incoming.missing:
                 incoming.feed(self._take(deadline))
                 self._release()
-        except (LoRASyncError, MemoryError, KeyboardInterrupt):
+        except BaseException:  # a GPU that is out of memory raises a RuntimeError
             if self._message_open:
                 self._words[_BROKEN] = 1
             raise

@@ -54,6 +54,16 @@ def engine_name(name: str) -> str:
     return name if name.startswith(("transformer.", "transformer_2.")) else f"transformer.{name}"
 
 
+def checked_config(config: dict) -> dict:
+    """A PEFT config whose every module adds lora_alpha / r · B·A; one that means anything else raises `ValueError`."""
+    if missing := {"r", "lora_alpha"} - set(config):
+        raise ValueError(f"peft_config needs {sorted(missing)}.")
+    known = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
+    if unknown := [key for key in known if config.get(key)]:
+        raise ValueError(f"peft_config has {unknown}: send a LoRAPayload, which carries a scale for every module.")
+    return config
+
+
 class TensorLoRAMixin:
     """Gives a pipeline the engine's hook."""
 
@@ -85,9 +95,10 @@ class TensorLoRAMixin:
     def _load_diffusion_lora_adapter(
         self, *, lora_request: LoRARequest, lora_path: str, dtype: torch.dtype
     ) -> tuple[LoRAModel, PEFTHelper] | None:
-        if getattr(lora_request, "lora_tensors", None) is None:
+        sent = getattr(lora_request, "lora_tensors", None)
+        if not sent:
             return None  # an adapter on disk, for people who serve one
-        device = next(self.transformer.parameters()).device  # type: ignore[attr-defined]
+        device = next(iter(sent.values())).device
         tensors = {f"base_model.model.{k}": t for k, t in self.engine_tensors(lora_request, device, dtype)}
         layers = sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in tensors})
         rank = (lora_request.peft_config or {})["r"]

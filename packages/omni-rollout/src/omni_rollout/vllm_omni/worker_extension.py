@@ -6,17 +6,19 @@ as `{"supported": False, …}`, which `rpc.checked` turns back into an error.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.lora.utils import replace_submodule
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
 from ..weights import base_name, content_sum, is_adapter
-from .lora_request import OmniTensorLoRARequest, engine_name
+from .lora_request import OmniTensorLoRARequest, checked_config, engine_name
 from .shared import read_bucket
 
 
@@ -37,11 +39,14 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         when any module of the adapter finds no layer.
         """
         manager = self.lora_manager
-        # Once: the tensors are read twice below, to bind them and to compare.
-        request.lora_tensors = {key: sent.to(manager.device) for key, sent in (request.lora_tensors or {}).items()}
-        if not manager.add_adapter(request):
+        if request.lora_int_id in manager.list_adapters():
             raise ValueError(f"adapter id {request.lora_int_id} exists already; every version needs an id of its own")
+        # Once, and a copy even where they are on the device: they are read twice below, to bind and to compare, and what
+        # the engine keeps of them must not change when the sender's memory does.
+        sent = request.lora_tensors or {}
+        request.lora_tensors = {key: tensor.to(manager.device, copy=True) for key, tensor in sent.items()}
         try:
+            manager.add_adapter(request)
             manager.set_active_adapter(request, 1.0)
         except Exception:
             manager.remove_adapter(request.lora_int_id)
@@ -51,22 +56,32 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         return {"modules": len(model.loras), "tensors": 2 * len(model.loras), "differing": self._differing(request)}
 
     def _differing(self, request: OmniTensorLoRARequest) -> int:
-        """Elements of the layers' LoRA buffers that are not what was sent. Only unsharded layers can be compared."""
-        manager = self.lora_manager
-        held: dict[str, tuple[Tensor, Tensor]] = {}
+        """Elements of the layers' LoRA buffers that are not what was sent, on all ranks that share the layers."""
+        manager, sent = self.lora_manager, defaultdict[str, dict[str, Tensor]](dict)
+        for key, tensor in self.model_runner.pipeline.engine_tensors(request, manager.device, manager.dtype):
+            module, _, part = key.rpartition(".lora_")
+            sent[module][part[0]] = tensor
+        wrong = torch.zeros((), dtype=torch.int64, device=manager.device)  # read once: every read waits for the device
         for name, layer in manager._lora_modules.items():
             prefix, _, suffix = name.rpartition(".")
             count = len(layer.lora_a_stacked)
             parts = manager._get_packed_sublayer_suffixes(suffix, count) if count > 1 else [suffix]
-            for part, a, b in zip(parts or [], layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
-                held[f"{prefix}.{part}"] = (a[0, 0], b[0, 0])
-        wrong = torch.zeros((), dtype=torch.int64, device=manager.device)  # read once: every read waits for the device
-        for key, sent in self.model_runner.pipeline.engine_tensors(request, manager.device, manager.dtype):
-            buffer = held[key.rpartition(".lora_")[0]][".lora_B." in key]
-            live = buffer[: sent.shape[0], : sent.shape[1]]
-            if live.shape == sent.shape:  # else a shard of a tensor-parallel layer
-                wrong += (live.to(sent) != sent).sum()
-        return int(wrong)
+            modules = [sent.pop(f"{prefix}.{part}", {}) for part in parts or []]
+            for side, held, own_part in (
+                ("A", layer.lora_a_stacked, layer.slice_lora_a),
+                ("B", layer.lora_b_stacked, layer.slice_lora_b),
+            ):
+                whole = [module.get(side) for module in modules]
+                if not any(tensor is not None for tensor in whole):
+                    continue
+                if layer.tp_size > 1:  # a rank holds its part of the columns or rows
+                    whole = own_part(whole) if count > 1 else [own_part(whole[0])]
+                for buffer, tensor in zip(held, whole, strict=True):
+                    if tensor is not None:
+                        wrong += (buffer[0, 0, : tensor.shape[0], : tensor.shape[1]] != tensor).sum()
+        if sent:
+            raise ValueError(f"no layer was found to read back {sorted(sent)[:3]} ({len(sent)} modules)")
+        return int(tensor_model_parallel_all_reduce(wrong))
 
     def drop_lora(self, lora_int_id: int) -> bool:
         """Remove an adapter; False when it is not there."""
@@ -89,7 +104,8 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         """Take one bucket of tensors.
 
         Args:
-            peft_config: given, the tensors are an adapter's, accumulated over the buckets and bound at once after the last
+            peft_config: `r` and `lora_alpha`, whatever else makes no difference to the adapter (`checked_config`). Given, the
+                tensors are an adapter's, accumulated over the buckets and bound at once after the last
                 (no half-loaded adapter ever samples). None: they are transformer weights, written as they come, so that
                 memory stays bounded.
             base_sync_done: an adapter needs a base to sit on: False with a `peft_config` is refused.
@@ -111,7 +127,8 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
                 return {}
             request = OmniTensorLoRARequest(
                 lora_name=f"v{version}", lora_int_id=lora_int_id, lora_path="/in-memory/stream",
-                peft_config=peft_config, lora_tensors=self._parts,
+                peft_config=checked_config(peft_config),
+                lora_tensors={engine_name(name): tensor for name, tensor in self._parts.items()},
             )  # fmt: skip
             self._parts = {}
             return self.bind_lora(request, version)
