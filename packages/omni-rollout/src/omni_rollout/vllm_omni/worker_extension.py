@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group, tensor_model_parallel_all_reduce
 from vllm.lora.utils import replace_submodule
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
 from ..weights import base_name, content_sum, is_adapter
@@ -150,10 +151,15 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         if not last:
             return {}
         pipeline.policy_version = version
+        own = list(self._own_parameters())
+        facts = {
+            "elements": sum(parameter.numel() for parameter in own),
+            "unwritten": sum(int(parameter.isnan().sum()) for parameter in own),
+        }
+        ranks = _from_all_ranks(facts)
         return {
-            "elements": sum(parameter.numel() for parameter in held),
-            "unwritten": sum(int(parameter.isnan().sum()) for parameter in held),
-            "held": content_sum(held),
+            **{key: sum(rank[key] for rank in ranks) for key in facts},
+            "held": self.weights_sum(),
             "sent": _added(self._sent_sums) if len(dtypes) == 1 else None,
         }
 
@@ -173,20 +179,31 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
                 replace_submodule(getattr(pipeline, component), path, layer)
 
     def weights_sum(self) -> str:
-        """Content sum of the transformer's base weights."""
-        return content_sum(self._base_parameters())
+        """Content sum of the transformer's base weights, over all ranks that share its layers."""
+        return _added(_from_all_ranks(content_sum(self._own_parameters())))
 
     def _base_parameters(self) -> list[nn.Parameter]:
-        """Parameters of the transformer, or of both experts, without adapters."""
+        """Parameters of the transformer, or of both experts, without adapters, as this rank holds them."""
+        return [parameter for _, _, parameter in self._named_parameters()]
+
+    def _own_parameters(self) -> Iterator[nn.Parameter]:
+        """Those that this rank answers for: its parts of split layers, and on the first rank what every rank holds."""
+        first = get_tensor_model_parallel_rank() == 0
+        for module, name, parameter in self._named_parameters():
+            columns, rows = isinstance(module, ColumnParallelLinear), isinstance(module, RowParallelLinear)
+            split = columns or (rows and name == "weight")  # rows are added up before their bias comes in
+            if first or (split and module.tp_size > 1):
+                yield parameter
+
+    def _named_parameters(self) -> Iterator[tuple[Any, str, nn.Parameter]]:
+        """(module, its own parameter's name, parameter)."""
         pipeline = self.model_runner.pipeline
-        modules = [getattr(pipeline, name, None) for name in ("transformer", "transformer_2")]
-        return [
-            parameter
-            for module in modules
-            if module is not None
-            for name, parameter in module.named_parameters()
-            if not is_adapter(name)
-        ]
+        for component in ("transformer", "transformer_2"):
+            whole = getattr(pipeline, component, None)
+            for module in whole.modules() if whole is not None else ():
+                for name, parameter in module.named_parameters(recurse=False):
+                    if not is_adapter(f".{name}"):
+                        yield module, name, parameter
 
     def engine_facts(self) -> dict[str, Any]:
         """What the server wants to know about this worker."""
@@ -197,6 +214,14 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
             "lora_ids": list(self.lora_manager.list_adapters()) if self.lora_manager is not None else [],
             "prompts_cached": len(getattr(pipeline, "_prompt_cache", ())),
         }
+
+
+def _from_all_ranks(value: Any) -> list[Any]:
+    """Every tensor-parallel rank's value, by rank."""
+    group = get_tp_group()
+    values = [None] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
 
 
 def _added(sums: list[str]) -> str:
