@@ -107,7 +107,7 @@ class FSDPEngineConfig:
     use_torch_compile: bool = False
     """Compile the repeated blocks (one compilation for all of them)."""
     full_determinism: bool = False
-    """Bitwise equal steps on a GPU, for the whole process: slower attention backward. A CPU needs no such thing."""
+    """Bitwise equal steps on a GPU, for the whole process, with kernels that may be slower. A CPU needs no such thing."""
     ema_decay: float = 0.0
     """Above 0, an exponential average of the trained weights is kept as the policy state ``ema``."""
     timeout_s: float = 600.0
