@@ -1,26 +1,54 @@
-"""Samplers of diffusion reinforcement learning: sigma grids, SDE and ODE steps, log-probs, windows and replay."""
+"""Samplers of diffusion reinforcement learning: sigma grids, SDE and ODE steps, log-probs, windows and replay.
 
-from .coefficients import StepCoefficients, step_coefficients
+`SamplerSettings`, the names of kinds and solvers, and the errors import without torch; every other name is loaded when it is
+first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .errors import MissingDependencyError, NonFiniteError, ReplayMismatchError, SamplerError
-from .flash import flash_schedule, thin_tail
-from .logprob import HALF_LOG_TWO_PI, default_form, gaussian_log_prob
-from .noise import draw_noise, initial_noise, sample_generator
-from .replay import replay
-from .rollout import rollout
-from .schedule import (
-    FLUX_SHIFT,
-    QWEN_IMAGE_SHIFT,
-    QWEN_IMAGE_SHIFT_TERMINAL,
-    SigmaSchedule,
-    flow_match,
-    from_diffusers,
-    mu_from_tokens,
-)
-from .scheduler import FlowMatchSDEScheduler
-from .solvers import DpmStep, PastOutput, Solver, dpm_coefficients, dpm_step, effective_order
-from .steps import sde_step
-from .types import KINDS, LOG_PROB_FORMS, Kind, LogProbForm, SdeStep, Trajectory, VelocityFn
-from .windows import Decay, ExponentialDecay, Fixed, Progressive, Random, RandomSubset, Window, per_sample
+from .settings import KINDS, SOLVERS, Kind, SamplerSettings, Solver
+
+if TYPE_CHECKING:
+    from .coefficients import StepCoefficients, step_coefficients
+    from .denoise import rollout
+    from .flash import flash_schedule, thin_tail
+    from .logprob import HALF_LOG_TWO_PI, default_form, gaussian_log_prob
+    from .noise import draw_noise, initial_noise, sample_generator
+    from .rescore import replay
+    from .schedule import (
+        FLUX_SHIFT,
+        QWEN_IMAGE_SHIFT,
+        QWEN_IMAGE_SHIFT_TERMINAL,
+        SigmaSchedule,
+        flow_match,
+        from_diffusers,
+        mu_from_tokens,
+    )
+    from .scheduler import FlowMatchSDEScheduler
+    from .solvers import DpmStep, PastOutput, dpm_coefficients, dpm_step, effective_order
+    from .steps import sde_step
+    from .types import LOG_PROB_FORMS, LogProbForm, SdeStep, Trajectory, VelocityFn
+    from .windows import Decay, ExponentialDecay, Fixed, Progressive, Random, RandomSubset, Window, per_sample
+
+_HOMES = {
+    "coefficients": "StepCoefficients step_coefficients",
+    "flash": "flash_schedule thin_tail",
+    "logprob": "HALF_LOG_TWO_PI default_form gaussian_log_prob",
+    "noise": "draw_noise initial_noise sample_generator",
+    "rescore": "replay",
+    "denoise": "rollout",
+    "schedule": "FLUX_SHIFT QWEN_IMAGE_SHIFT QWEN_IMAGE_SHIFT_TERMINAL SigmaSchedule flow_match from_diffusers mu_from_tokens",
+    "scheduler": "FlowMatchSDEScheduler",
+    "solvers": "DpmStep PastOutput dpm_coefficients dpm_step effective_order",
+    "steps": "sde_step",
+    "types": "LOG_PROB_FORMS LogProbForm SdeStep Trajectory VelocityFn",
+    "windows": "Decay ExponentialDecay Fixed Progressive Random RandomSubset Window per_sample",
+}
+_LAZY = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "FLUX_SHIFT",
@@ -29,6 +57,7 @@ __all__ = [
     "LOG_PROB_FORMS",
     "QWEN_IMAGE_SHIFT",
     "QWEN_IMAGE_SHIFT_TERMINAL",
+    "SOLVERS",
     "Decay",
     "DpmStep",
     "ExponentialDecay",
@@ -44,6 +73,7 @@ __all__ = [
     "RandomSubset",
     "ReplayMismatchError",
     "SamplerError",
+    "SamplerSettings",
     "SdeStep",
     "SigmaSchedule",
     "Solver",
@@ -70,3 +100,15 @@ __all__ = [
     "step_coefficients",
     "thin_tail",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .errors import ReplayMismatchError, SamplerError
+from .settings import KINDS, Kind
 
-Kind = Literal["flow_sde", "dance_sde", "flow_cps", "ddim", "wan_sde", "ode"]
-KINDS: tuple[Kind, ...] = ("flow_sde", "dance_sde", "flow_cps", "ddim", "wan_sde", "ode")
+__all__ = ["KINDS", "LOG_PROB_FORMS", "Kind", "LogProbForm", "SdeStep", "Trajectory", "VelocityFn"]
 
 LogProbForm = Literal["density", "density_no_constants", "squared_error"]
 LOG_PROB_FORMS: tuple[LogProbForm, ...] = ("density", "density_no_constants", "squared_error")

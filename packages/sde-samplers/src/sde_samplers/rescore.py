@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .coefficients import step_coefficients
+from .denoise import window_positions
 from .errors import ReplayMismatchError
-from .rollout import window_positions
 from .schedule import SigmaSchedule
 from .steps import check_tensors, take_step
 from .types import SdeStep, Trajectory, VelocityFn
