@@ -67,7 +67,7 @@ BAD = {
     "group of one": (["rollout.n=1"], "give at least 2"),
     "prompt file": (["data.train_file=/nowhere.jsonl"], "there is no prompt file"),
     "run folder": (["trainer.run_dir=/proc/run"], "cannot write into"),
-    "negative steps": (["trainer.total_steps=0"], "trainer.total_steps=0 must be at least 1"),
+    "negative steps": (["trainer.total_steps=0"], "trainer.total_steps=0 is out of range: it must be 1 to 1000000000"),
     "too many prompts": (["data.prompts_per_step=97"], "must lie between 1 and the 96 prompts"),
     "reward": (["reward.name=shape"], "shapes"),
     "reward option": (["reward.options={strict_wait: 1}"], "strict_weight"),
@@ -87,7 +87,7 @@ BAD = {
     "window outside the run": (["rollout.pipeline.num_inference_steps=1"], "sde_window_range=[0, 2] leaves"),
     "empty window": (["rollout.algo.sde_window_size=0"], "must be 1 to 2"),
     "samples of another policy": (["rollout.rollout_adapter=reference"], "ratios need samples of the trained policy"),
-    "no epochs": (["actor.ppo_epochs=0"], "actor.ppo_epochs=0 must be at least 1"),
+    "no epochs": (["actor.ppo_epochs=0"], "actor.ppo_epochs=0 is out of range: it must be 1 to 10000"),
     "full fine-tuning": (["model.lora_rank=0"], "the loop trains a LoRA"),
     "filled in": (["actor.model_config.path=x"], "set model.* instead"),
 }

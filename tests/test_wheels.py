@@ -75,7 +75,7 @@ def test_wheels_install_from_a_folder_and_the_app_finds_its_assets(dist, tmp_pat
         *TORCH,
         *CONSTRAINTS,
         "ray==2.60.0",
-        "omegaconf",
+        "pyyaml",
         "tensordict",
         "peft",
         "accelerate",

@@ -72,7 +72,7 @@ def choose_steps(batch: TensorDict, fraction: float, seed: int, step: int) -> Te
     kept = max(int(window * fraction), 1)
     if kept == window:
         return batch
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
     chosen = torch.rand(rows, window, generator=generator).argsort(dim=1)[:, :kept].sort(dim=1).values
     batch = batch.copy()
     for key in [*schema.TRAJECTORY, *(["means"] if "means" in batch.keys() else [])]:  # noqa: SIM118

@@ -11,6 +11,7 @@ from ray_trainer.cluster import prepare_environment
 from ray_trainer.config import RunConfig, compose, to_yaml
 from ray_trainer.errors import Interrupted, TrainerError, TrainingFailed
 from ray_trainer.validate import validate_config
+from ray_trainer.values import expand
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def parse(app: App, argv: list[str]) -> tuple[RunConfig | None, bool]:
         if argument.startswith("-") or "=" not in argument:
             raise TrainerError(f"{argument!r} is not understood; give key=value, --dry-run or --help")
     recipe = next((a.split("=", 1)[1] for a in reversed(pairs) if a.startswith("recipe=")), app.default)
-    file = Path(recipe) if recipe.endswith((".yaml", ".yml")) else app.recipes / f"{recipe}.yaml"
+    file = Path(expand(recipe)) if recipe.endswith((".yaml", ".yml")) else app.recipes / f"{recipe}.yaml"
     if not file.is_file():
         known = ", ".join(sorted(p.stem for p in app.recipes.glob("*.yaml")))
         raise TrainerError(f"there is no recipe {recipe!r}; known are {known}, or give the path of a .yaml file")

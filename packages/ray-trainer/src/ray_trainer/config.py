@@ -8,16 +8,32 @@ from __future__ import annotations
 
 import difflib
 import time
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from diffusion_losses.config import DiffusionLossConfig
 from fsdp_diffusers_engine.config import DiffusionModelConfig, FSDPDiffusionActorConfig
 from omni_rollout.config import DiffusionRolloutConfig
+from yaml import MappingNode, Node, ScalarNode
 
 from ray_trainer.errors import TrainerError
 from ray_trainer.prompts import resolve
+from ray_trainer.ranges import check_ranges
+from ray_trainer.values import (
+    Reference,
+    convert,
+    dump,
+    expand,
+    free,
+    is_section,
+    parse_yaml,
+    read_yaml,
+    section,
+)
 
 __all__ = [
     "AlgorithmConfig",
@@ -29,6 +45,8 @@ __all__ = [
     "RewardConfig",
     "RunConfig",
     "compose",
+    "known_keys",
+    "to_tree",
     "to_yaml",
 ]
 
@@ -166,58 +184,75 @@ class RunConfig:
         return tuple(dict.fromkeys(n for n in ("default", self.rollout.rollout_adapter) if n != "reference"))
 
 
-def _known_keys(schema: type, prefix: str = "") -> list[str]:
-    hints = get_type_hints(schema)
-    keys: list[str] = []
+@cache
+def known_keys(schema: type = RunConfig, prefix: str = "") -> Mapping[str, Any]:
+    """Every key of a config, sections included, with its type. What the program fills in itself is left out."""
+    hints, keys = get_type_hints(schema), dict[str, Any]()
     for f in fields(schema):
-        kind = hints[f.name]
-        keys.append(prefix + f.name)
-        if isinstance(kind, type) and is_dataclass(kind):
-            keys += _known_keys(kind, f"{prefix}{f.name}.")
+        name = prefix + f.name
+        if name == "actor.model_config":
+            continue
+        keys[name] = hints[f.name]
+        inner = is_section(hints[f.name])
+        if inner is not None:
+            keys |= known_keys(inner, f"{name}.")
     return keys
 
 
-def _refuse_unknown(node: Any, schema: type, source: str, prefix: str = "") -> None:
-    """Raise for the first key of `node` that the schema lacks, naming the nearest one."""
-    hints = get_type_hints(schema)
-    for key, value in node.items():
-        if prefix + str(key) == "actor.model_config":
-            raise TrainerError(
-                f"config key 'actor.model_config' in {source} is filled in from 'model'; set model.* instead"
-            )
-        kind = hints.get(str(key))
-        if kind is None:
-            known = _known_keys(RunConfig)
-            name = f"{prefix}{key}"
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-            # A right name under the wrong section is the commonest slip: offer where that leaf lives.
-            leaf = [k for k in known if k.split(".")[-1] == str(key)]
-            hint = leaf[0] if leaf else (near[0] if near else None)
-            raise TrainerError(
-                f"unknown config key {name!r} in {source}" + (f"; did you mean {hint!r}?" if hint else "; see --help")
-            )
-        if isinstance(kind, type) and is_dataclass(kind):
-            if not hasattr(value, "items"):
-                raise TrainerError(
-                    f"config key {prefix + str(key)!r} in {source} is a section, but {value!r} was given"
-                )
-            _refuse_unknown(value, kind, source, f"{prefix}{key}.")
+PATHS = ("trainer.run_dir", "model.path", "model.lora_adapter_path", "data.train_file", "data.val_file", "reward.name")
+"""Keys in which `~` and `$HOME` mean what they mean to a shell."""
 
 
-def _load_recipe(file: Path, above: tuple[Path, ...] = ()) -> Any:
+def _read(name: str, node: Node | str, source: str) -> Any:
+    """The value, or the tree of values, that `node` gives to key `name`.
+
+    Raises:
+        TrainerError: there is no such key (the nearest one is named), or the value does not fit.
+    """
+    if name == "actor.model_config" or name.startswith("actor.model_config."):
+        raise TrainerError(
+            f"config key 'actor.model_config' in {source} is filled in from 'model'; set model.* instead"
+        )
+    keys = known_keys()
+    kind = keys.get(name) if name else RunConfig
+    if kind is None:
+        above, _, leaf = name.rpartition(".")
+        if get_origin(keys.get(above)) is dict:  # reward.options.path=…
+            return free(parse_yaml(node, name) if isinstance(node, str) else node, name, source)
+        # A right name under the wrong section is the commonest slip: offer where that leaf lives.
+        same = [known for known in keys if known.split(".")[-1] == leaf]
+        hint = next(iter(same or difflib.get_close_matches(name, keys, n=1, cutoff=0.4)), None)
+        raise TrainerError(
+            f"unknown config key {name!r} in {source}" + (f"; did you mean {hint!r}?" if hint else "; see --help")
+        )
+    if is_section(kind) is None:
+        value = convert(kind, node, name, source)
+        if name in PATHS and value is not None and not isinstance(value, Reference):
+            value = expand(value) if isinstance(value, str) else [expand(str(one)) for one in value]
+        return value
+    if isinstance(node, str):
+        node = parse_yaml(node, name)
+    if isinstance(node, ScalarNode) and node.value in ("null", "~") and NoneType in get_args(kind):
+        return None
+    if not isinstance(node, MappingNode):
+        shown = repr(node.value) if isinstance(node, ScalarNode) else "a list"
+        raise TrainerError(f"config key {name!r} in {source} is a section, but {shown} was given")
+    return {key: _read(f"{name}.{key}" if name else key, value, source) for key, value in section(node).items()}
+
+
+def _load_recipe(file: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A recipe over the one that it names under `base` (`builtin:NAME`, or a file beside it), each checked by itself."""
-    from omegaconf import DictConfig, OmegaConf
-
-    recipe = OmegaConf.load(file)
-    if not isinstance(recipe, DictConfig):
+    node = read_yaml(file, f"recipe {file.name}")
+    if not isinstance(node, MappingNode):
         raise TrainerError(f"recipe {str(file)!r} is not a mapping of config keys; see --help for an example")
-    base = recipe.pop("base", None)
-    _refuse_unknown(OmegaConf.to_container(recipe, resolve=False), RunConfig, f"recipe {file.name}")
+    entries = section(node)
+    base = entries.pop("base", None)
+    recipe = {key: _read(key, value, f"recipe {file.name}") for key, value in entries.items()}
     if base is None:
         return recipe
-    below = file.parent / resolve("recipes", str(base))
+    below = file.parent / resolve("recipes", expand(str(base.value)))
     if not below.is_file():
-        raise TrainerError(f"recipe {file.name} is based on {base!r}, and there is no file {below}")
+        raise TrainerError(f"recipe {file.name} is based on {base.value!r}, and there is no file {below}")
     chain = (*above, file.resolve())
     if below.resolve() in chain:
         raise TrainerError(
@@ -226,44 +261,95 @@ def _load_recipe(file: Path, above: tuple[Path, ...] = ()) -> Any:
     return _over(_load_recipe(below, chain), recipe)
 
 
-def _over(below: Any, above: Any) -> Any:
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """One layer of config over another. Options belong to their reward: another reward does not get them."""
-    from omegaconf import OmegaConf
+    name = above.get("reward", {}).get("name")
+    if name is not None and name != below.get("reward", {}).get("name") and "reward" in below:
+        below = below | {"reward": below["reward"] | {"options": {}}}
+    return _merge(below, above)
 
-    name = OmegaConf.select(above, "reward.name")
-    if name is not None and name != OmegaConf.select(below, "reward.name") and "reward" in below:
-        below.reward.options = {}
-    return OmegaConf.merge(below, above)
+
+def _merge(below: Any, above: Any) -> Any:
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return below | {key: _merge(below[key], value) if key in below else value for key, value in above.items()}
+
+
+def _given(overrides: list[str]) -> dict[str, Any]:
+    """The tree of `key=value` texts; the last of two with one key counts."""
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        name, _, text = override.partition("=")
+        value = _read(name, text, "the command line")
+        for part in reversed(name.split(".")):
+            value = {part: value}
+        tree = _merge(tree, value)
+    return tree
+
+
+def _resolved(value: Any, tree: dict[str, Any], name: str, seen: tuple[str, ...] = ()) -> Any:
+    """`value` with every `${other.key}` replaced by the value of that key."""
+    if isinstance(value, dict):
+        return {key: _resolved(one, tree, f"{name}.{key}".lstrip("."), seen) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_resolved(one, tree, name, seen) for one in value]
+    if not isinstance(value, Reference):
+        return value
+    if value in seen or value not in known_keys():
+        why = "leads back to itself" if value in seen else "names no config key"
+        raise TrainerError(f"{name}=${{{value}}} {why}; write the value itself")
+    found: Any = tree
+    for part in value.split("."):
+        found = found[part]
+    return _resolved(found, tree, name, (*seen, str(value)))
+
+
+def _build(schema: type, tree: dict[str, Any]) -> Any:
+    """The dataclass of a whole tree."""
+    hints = get_type_hints(schema)
+    given = {}
+    for key, value in tree.items():
+        inner = is_section(hints[key])
+        given[key] = _build(inner, value) if inner is not None and isinstance(value, dict) else value
+    return schema(**given)
+
+
+def to_tree(config: RunConfig) -> dict[str, Any]:
+    """The config as nested plain values, in schema order, without what is written twice."""
+    tree = asdict(config)
+    del tree["actor"]["model_config"]  # the same as "model"
+    return tree
 
 
 def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
-    """Defaults < recipe file (over its base) < overrides, checked against the schema.
+    """Defaults < recipe file (over its base) < overrides, checked against the schema and the ranges of its numbers.
 
     Args:
         app: name of the program, stored in the config.
         recipe_file: YAML file.
-        overrides: `key=value` strings, values in YAML.
+        overrides: `key=value` texts; `values.convert` says how each is read.
 
     Raises:
-        TrainerError: an unknown key (the nearest one is named), a value of the wrong type, or a file that is no YAML mapping.
+        TrainerError: an unknown key (the nearest one is named), a value of the wrong type or out of its range, or a file that is
+            no YAML mapping.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
+    layers = _over(_load_recipe(recipe_file), _given(overrides))
+    if layers.get("app", app) != app:
+        raise TrainerError(
+            f"app={layers['app']!r} in recipe {recipe_file.name}: this program is {app}; start the other one"
+        )
+    tree = _merge(to_tree(RunConfig()), layers | {"app": app, "recipe": recipe_file.stem})
+    check_ranges(RunConfig, tree)  # before, so that the key that was typed is named, and not one that refers to it
+    tree = _resolved(tree, tree, "")
+    check_ranges(RunConfig, tree)
     try:
-        recipe = _load_recipe(recipe_file)
-        given = OmegaConf.from_dotlist(overrides)
-        _refuse_unknown(OmegaConf.to_container(given, resolve=False), RunConfig, "the command line")
+        config = _build(RunConfig, tree)
         # One place for each fact: the engine's config holds the model too, and gets it from here.
-        fixed = {"app": app, "recipe": recipe_file.stem, "actor": {"model_config": "${model}"}}
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), _over(recipe, given), fixed)
-        config = OmegaConf.to_object(merged)
-    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        config.actor.model_config = _build(DiffusionModelConfig, tree["model"])
+    except (ValueError, TypeError) as error:
         if isinstance(error, TrainerError):
             raise
-        text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-        raise TrainerError(f"the config does not fit: {text}") from error
+        raise TrainerError(f"the config does not fit: {' '.join(str(error).split())}") from error
     assert isinstance(config, RunConfig)
     config.trainer.run_dir = config.trainer.run_dir or f"runs/{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     if config.actor.optim.total_training_steps < 0:
@@ -282,9 +368,5 @@ def updates_per_step(config: RunConfig) -> int:
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The resolved config as YAML, in schema order."""
-    from omegaconf import OmegaConf
-
-    node: Any = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(config), resolve=True))
-    del node["actor"]["model_config"]  # the same as "model"
-    return OmegaConf.to_yaml(node)
+    """The resolved config as YAML, in schema order; as a recipe it is this config again."""
+    return dump(to_tree(config))

@@ -6,10 +6,11 @@ from importlib.util import find_spec
 
 from fsdp_diffusers_engine.config import DiffusionModelConfig
 
-from ray_trainer.config import RunConfig, updates_per_step
+from ray_trainer.config import RunConfig, to_tree, updates_per_step
 from ray_trainer.errors import TrainerError
 from ray_trainer.models import ARCHITECTURES, locate, pipeline_class, read_index
 from ray_trainer.prompts import Prompt, PromptSampler, load_prompts
+from ray_trainer.ranges import check_ranges
 from ray_trainer.run_dir import check_run_dir
 from ray_trainer.validate_algorithm import check_algorithm, require
 
@@ -70,6 +71,16 @@ def _check_reward(config: RunConfig, prompts: dict[str, list[Prompt]]) -> None:
         raise TrainerError(f"reward {name!r} with options {options!r}: {' '.join(lines[:2])}") from error
 
 
+LARGE_LR = 0.02
+"""Ten times the largest rate of a shipped recipe; AdamW moves every weight of a LoRA by about this much in a step."""
+
+
+def _warnings(config: RunConfig) -> list[str]:
+    """What is allowed and yet more often a slip than meant."""
+    lr = config.actor.optim.lr
+    return [f"warning: actor.optim.lr={lr:g} is very large; recipes use 1e-5 to 2e-3"] if lr > LARGE_LR else []
+
+
 def validate_config(config: RunConfig) -> list[str]:
     """Check values, files and folders of a config.
 
@@ -80,6 +91,7 @@ def validate_config(config: RunConfig) -> list[str]:
         TrainerError: the first thing that cannot work, with the key, its value and what to change.
     """
     r, t, d, a = config.rollout, config.trainer, config.data, config.actor
+    check_ranges(RunConfig, to_tree(config))  # `compose` did; a config that was made in Python comes here first
     pipeline, notes = _check_model(config.model)
     train, val = load_prompts(d.train_file), load_prompts(d.val_file)
     PromptSampler(train, d.prompts_per_step, t.seed)
@@ -100,19 +112,6 @@ def validate_config(config: RunConfig) -> list[str]:
         f"model.lora_rank={config.model.lora_rank}: the loop trains a LoRA; full fine-tuning is in fsdp-diffusers-engine so far",
     )
     for key, value in (
-        ("trainer.total_steps", t.total_steps),
-        ("trainer.num_workers", t.num_workers),
-        ("rollout.val_kwargs.n", r.val_kwargs.n),
-        ("data.val_max_prompts", d.val_max_prompts),
-        ("actor.ppo_mini_batch_size", a.ppo_mini_batch_size),
-        ("actor.ppo_micro_batch_size_per_gpu", a.ppo_micro_batch_size_per_gpu),
-        ("actor.ppo_epochs", a.ppo_epochs),
-        ("reward.num_workers", config.reward.num_workers),
-    ):
-        require(value >= 1, f"{key}={value} must be at least 1")
-    for key, value in (("trainer.val_every", t.val_every), ("trainer.save_every", t.save_every)):
-        require(value >= 0, f"{key}={value} must be 0 (never, but for the end) or a number of steps")
-    for key, value in (
         ("data.prompts_per_step x rollout.n", d.prompts_per_step * r.n),
         ("actor.ppo_mini_batch_size", a.ppo_mini_batch_size),
     ):
@@ -124,6 +123,7 @@ def validate_config(config: RunConfig) -> list[str]:
         f"trains {pipeline} at {r.pipeline.height}x{r.pipeline.width} with loss {a.diffusion_loss.loss_mode}, "
         f"LoRA rank {config.model.lora_rank}, reward {config.reward.name}",
         *notes,
+        *_warnings(config),
         f"{t.total_steps} steps of {d.prompts_per_step} prompts x {r.n} samples = {samples} samples, "
         f"{updates_per_step(config)} update(s) each",
         f"validation on {held_out} prompts x {r.val_kwargs.n} samples of {d.val_file}",
