@@ -1,6 +1,8 @@
 """Running a program as a person would: its own process, real Ray, a folder of its own."""
 
 import contextlib
+import dataclasses
+import fcntl
 import json
 import os
 import signal
@@ -111,9 +113,17 @@ def metric_rows():
 
 
 @pytest.fixture(scope="session")
-def finished_run(tmp_path_factory):
-    """One small run of the main program from beginning to end."""
-    folder = tmp_path_factory.mktemp("flowgrpo") / "run"
-    done = Program("flowgrpo", *SMALL, f"trainer.run_dir={folder}").wait()
+def finished_run(tmp_path_factory, worker_id):
+    """One small run of the main program from beginning to end, shared by all processes of this pytest."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base if worker_id == "master" else base.parent) / "flowgrpo"
+    shared.mkdir(exist_ok=True)
+    folder, result = shared / "run", shared / "finished.json"
+    with (shared / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            done = Program("flowgrpo", *SMALL, f"trainer.run_dir={folder}").wait()
+            result.write_text(json.dumps(dataclasses.asdict(done)))
+    done = Finished(**json.loads(result.read_text()))
     assert done.code == 0, done.err[-4000:]
     return folder, done

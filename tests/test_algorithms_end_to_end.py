@@ -64,8 +64,8 @@ def test_nft_samples_with_its_old_policy(start, small, metric_rows, tmp_path):
     assert done.left_over == []
     table = metric_rows(folder)
     assert [row["actor/old_policy_decay"] for row in table[1:]] == [0.5, 0.5, 0.5]
-    assert table[1]["actor/nft_old_deviation"] == 0  # old and trained start as one
-    assert table[3]["actor/nft_old_deviation"] > 0  # and part: old is halfway behind
+    assert table[1]["actor/nft_old_deviation"] <= 1e-10  # old and trained start as one
+    assert table[3]["actor/nft_old_deviation"] > 1e-8  # and part: old is halfway behind
     for row in table[1:]:
         steps = row["forwards/rollout"]
         assert (row["forwards/train"], row["forwards/no_grad"]) == (2.0, 4.0)  # two levels; old and base policy on each

@@ -68,13 +68,14 @@ from sde_samplers import initial_noise, sample_generator
 index = json.load(open({str(folder / "samples" / "step_000004" / "index.json")!r}))
 pipe = QwenImagePipeline.from_pretrained(builtin("models", "tiny_qwen_image")).to(torch.float32)
 pipe.set_progress_bar_config(disable=True)
-if sys.argv[1] == "tuned":
-    pipe.load_lora_weights({str(folder / "lora")!r})
 records = index["records"]
 noise = initial_noise([sample_generator(1234, r["uid"], r["seed"]) for r in records], (16, 64))
-images = pipe([r["prompt"] for r in records], height=64, width=64, num_inference_steps=10, true_cfg_scale=1.0, latents=noise,
-              output_type="np").images
-np.save(sys.argv[2], (images * 255).round().astype(np.uint8))
+for state in ("base", "tuned"):
+    if state == "tuned":
+        pipe.load_lora_weights({str(folder / "lora")!r})
+    images = pipe([r["prompt"] for r in records], height=64, width=64, num_inference_steps=10, true_cfg_scale=1.0,
+                  latents=noise, output_type="np").images
+    np.save(f"{{sys.argv[1]}}/{{state}}.npy", (images * 255).round().astype(np.uint8))
 """
     index = json.loads((folder / "samples" / "step_000004" / "index.json").read_text())
     grid = np.asarray(Image.open(folder / "samples" / "step_000004" / "grid.png").convert("RGB")).astype(int)
@@ -85,19 +86,16 @@ np.save(sys.argv[2], (images * 255).round().astype(np.uint8))
             for r in index["records"]
         ]
     )
-    worst = {}
-    for state in ("tuned", "base"):
-        target = tmp_path / f"{state}.npy"
-        done = subprocess.run(
-            [sys.executable, "-c", code, state, str(target)], capture_output=True, text=True, timeout=200
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        worst[state] = np.abs(np.load(target).astype(int) - ours).max()
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    worst = {state: np.abs(np.load(tmp_path / f"{state}.npy").astype(int) - ours).max() for state in ("tuned", "base")}
     assert worst["tuned"] <= 1
     assert worst["base"] > 1  # so the adapter does something
 
 
-def test_stopped_and_resumed_is_the_same_run(finished_run, start, small, metric_rows, tmp_path):
+def test_stopped_then_killed_and_resumed_each_time_it_is_the_same_run(
+    finished_run, start, small, metric_rows, tmp_path
+):
     reference, _ = finished_run
     folder = tmp_path / "run"
     program = start("flowgrpo", *small, f"trainer.run_dir={folder}")
@@ -107,24 +105,17 @@ def test_stopped_and_resumed_is_the_same_run(finished_run, start, small, metric_
     assert stopped.code == 130, stopped.err[-3000:]
     assert "trainer.on_existing=resume" in stopped.err
     assert stopped.left_over == []
-    assert len(metric_rows(folder)) < 5
-    again = start("flowgrpo", *small, f"trainer.run_dir={folder}", "trainer.on_existing=resume").wait()
-    assert again.code == 0, again.err[-3000:]
-    # The same seed gives the same rows, to the last bit, whether or not the run was interrupted.
-    assert metric_rows(folder) == metric_rows(reference)
-
-
-def test_killed_outright_it_resumes_from_its_last_checkpoint(finished_run, start, small, metric_rows, tmp_path):
-    reference, _ = finished_run
-    folder = tmp_path / "run"
-    program = start("flowgrpo", *small, f"trainer.run_dir={folder}")
-    program.until(lambda: (folder / "metrics.jsonl").exists() and len(metric_rows(folder)) >= 4)
+    assert len(metric_rows(folder)) < 4
+    resume = [*small, f"trainer.run_dir={folder}", "trainer.on_existing=resume"]
+    program = start("flowgrpo", *resume)
+    program.until(lambda: len(metric_rows(folder)) >= 4)
     program.signal(signal.SIGKILL)
     # Ray's own agents look for their dead parent only about once a minute; nothing that holds memory may stay.
     assert [p for p in program.wait().left_over if "Agent" not in p] == []
-    again = start("flowgrpo", *small, f"trainer.run_dir={folder}", "trainer.on_existing=resume").wait()
+    again = start("flowgrpo", *resume).wait()
     assert again.code == 0, again.err[-3000:]
     assert "after step 2" in again.out
+    # The same seed gives the same rows, to the last bit, whether or not the run was interrupted.
     assert metric_rows(folder) == metric_rows(reference)
 
 
@@ -153,28 +144,27 @@ class Probe(Reward):
 '''
 
 
-@pytest.fixture
-def probe(tmp_path):
-    (tmp_path / "probe_reward.py").write_text(REWARDS)
-    note = tmp_path / "note.json"
-    return {"PYTHONPATH": str(tmp_path)}, ["reward.name=probe_reward:Probe", f"reward.options={{note: {note}}}"], note
+@pytest.fixture(scope="module")
+def failed_run(start, small, tmp_path_factory):
+    """A run whose reward is a person's own class, and fails in the second step: its folder, its end, the reward's note."""
+    place = tmp_path_factory.mktemp("failed")
+    (place / "probe_reward.py").write_text(REWARDS)
+    folder, note = place / "run", place / "note.json"
+    reward = f"{{note: {note}, fail_at: 50}}"  # 12 of the validation, 24 of each step
+    arguments = ["reward.name=probe_reward:Probe", f"reward.options={reward}", "reward.max_retries=0"]
+    environment = {"PYTHONPATH": str(place)}
+    done = start("flowgrpo", *small, *arguments, f"trainer.run_dir={folder}", env=environment).wait()
+    return folder, done, note
 
 
-def test_workers_run_the_drivers_interpreter_and_upload_nothing(start, small, probe, tmp_path):
-    env, arguments, note = probe
-    folder = tmp_path / "run"
-    done = start("flowgrpo", *small, *arguments, "trainer.total_steps=1", f"trainer.run_dir={folder}", env=env).wait()
-    assert done.code == 0, done.err[-3000:]
-    said = json.loads(note.read_text())
+def test_workers_run_the_drivers_interpreter_and_upload_nothing(failed_run):
+    said = json.loads(failed_run[2].read_text())
     assert Path(said["python"]) == Path(sys.executable)
     assert said["working_dir"] is None
 
 
-def test_a_failing_reward_stops_with_its_traceback_and_the_steps_state(start, small, probe, metric_rows, tmp_path):
-    env, arguments, _ = probe
-    folder = tmp_path / "run"
-    arguments[-1] = arguments[-1].replace("}", ", fail_at: 50}")  # 12 of the validation, 24 of each step
-    done = start("flowgrpo", *small, *arguments, "reward.max_retries=0", f"trainer.run_dir={folder}", env=env).wait()
+def test_a_failing_reward_stops_with_its_traceback_and_the_steps_state(failed_run, metric_rows):
+    folder, done, _ = failed_run
     assert done.code == 1
     assert "step 2" in done.err
     assert "the reward is upset" in done.err
@@ -198,9 +188,12 @@ def test_two_processes_with_one_sharded_module_sample_the_same_and_train(
     assert done.code == 0, done.err[-4000:]
     assert done.left_over == []
     one, both = metric_rows(reference), metric_rows(folder)
-    # Before the first update nothing can differ but rounding: the pictures, and so the rewards, are the same.
-    assert both[0]["val/reward_mean"] == pytest.approx(one[0]["val/reward_mean"], abs=1e-6)
-    assert both[1]["reward/mean"] == pytest.approx(one[1]["reward/mean"], abs=1e-6)
+    # Before the first update nothing can differ but rounding: the pictures are the same within one level, and a reward
+    # that counts pixels within what a few such pixels can do.
+    grids = [Image.open(run / "samples" / "step_000000" / "grid.png").convert("RGB") for run in (reference, folder)]
+    assert np.abs(np.subtract(*(np.asarray(grid).astype(int) for grid in grids))).max() <= 1
+    assert both[0]["val/reward_mean"] == pytest.approx(one[0]["val/reward_mean"], abs=0.01)
+    assert both[1]["reward/mean"] == pytest.approx(one[1]["reward/mean"], abs=0.01)
     for row in both[1:]:
         assert row["actor/rollout_log_prob_diff_max"] <= 1e-6
         assert row["actor/grad_norm"] > 0

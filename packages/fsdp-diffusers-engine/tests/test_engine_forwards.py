@@ -144,7 +144,7 @@ class Watched(FirstUpdateLoss):
     """Sees that the old policy's velocity is the trained one's, without a gradient."""
 
     def __call__(self, model_output: Any, data: Any, dp_group: Any = None) -> Any:
-        assert torch.equal(model_output["velocity"].detach(), data["old_velocity"])
+        torch.testing.assert_close(model_output["velocity"].detach(), data["old_velocity"], rtol=0, atol=1e-6)
         assert not data["old_velocity"].requires_grad
         return super().__call__(model_output, data, dp_group)
 
@@ -165,8 +165,9 @@ def test_the_first_update_is_the_same_with_a_fresh_old_policy_as_with_none(
         seen = engine.forward_backward(data, function)
         found.append({n: p.grad.clone() for n, p in engine.trainable.items() if p.grad is not None})
         if mode == "awm":  # on policy: nothing is clipped
-            assert all(float(row["actor/ratio_mean"]) == 1.0 for row in seen)
+            assert all(float(row["actor/ratio_mean"]) == pytest.approx(1.0, abs=1e-6) for row in seen)
             assert all(float(row["actor/pg_clipfrac"]) == 0.0 for row in seen)
     assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
-    assert max(float(g.abs().max()) for g in found[0].values()) > 0.0
+    scale = max(float(g.abs().max()) for g in found[0].values())
+    assert scale > 0.0
+    assert all(float((found[0][n] - found[1][n]).abs().max()) <= 1e-5 * scale for n in found[0])

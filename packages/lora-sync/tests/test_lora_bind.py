@@ -62,7 +62,7 @@ def test_binding_adds_the_adapter_when_it_is_missing(payload, tools):
     assert not any(p.requires_grad for n, p in module.named_parameters() if "lora_" in n)
     tiny = tools.tiny["qwen_image"]
     pictures = [tiny.picture(quiet(tiny.pipeline(m))) for m in (module, tools.adapted(targets=("to_q", "to_out.0")))]
-    assert torch.equal(*pictures)
+    torch.testing.assert_close(*pictures, rtol=0, atol=1e-5)  # PEFT made one of the two
 
 
 def quiet(pipe):

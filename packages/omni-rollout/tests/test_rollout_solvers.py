@@ -109,8 +109,11 @@ def test_the_embedded_backend_uses_all_of_it(backend, make_request):
     assert torch.allclose(nft.extra_fields["final_latents"], alone.final[0], atol=1e-5)
     assert (nft.extra_fields["final_latents"] - plain.extra_fields["final_latents"]).abs().max() > 0.1
     same = draw(kind="ode", window=(), shared_noise=True)
-    pictures = {o.diffusion_output.numpy().tobytes() for o in same}
-    assert len(pictures) == 1  # one start and no other noise
+    # One start and no other noise: one picture, up to what a row's place in its batch may do to a sum.
+    assert all(
+        (a.extra_fields["final_latents"] - same[0].extra_fields["final_latents"]).abs().max() <= 1e-5 for a in same
+    )
+    assert all((a.diffusion_output.int() - same[0].diffusion_output.int()).abs().max() <= 1 for a in same)
     assert len({o.diffusion_output.numpy().tobytes() for o in draw(shared_noise=True)}) == 4
     flash = draw(window=(0, 1), num_inference_steps=12, tail_ratio=0.4, solver="dpm2")[0].extra_fields
     assert (len(flash["sigmas"]) - 1, flash["forwards"]) == (5, 5.0)

@@ -48,8 +48,8 @@ def test_schedules(schedules_vector: Any) -> None:
         mu = ss.mu_from_tokens(p["seq"], **preset)
         assert mu == float(schedules_vector["out.mu"])
         schedule = ss.flow_match(p["N"], mu=mu, shift_terminal=p["config"].get("shift_terminal"))
-    assert torch.equal(schedule.sigmas, schedules_vector["out.sigmas"])
-    assert torch.equal(schedule.timesteps(), schedules_vector["out.timesteps"])
+    close(schedule.sigmas, schedules_vector["out.sigmas"], 2e-7)  # written on another processor
+    close(schedule.timesteps(), schedules_vector["out.timesteps"], 2e-7)
 
 
 def test_flow_sde(step_flow_sde_vector: Any) -> None:
@@ -154,7 +154,7 @@ def test_sampled(step_sampled_vector: Any) -> None:
     k = g.params["step_index"]
     kind = {"sde": "flow_sde", "dance_sde": "dance_sde", "cps": "flow_cps"}[g.params["sde_type"]]
     drawn = ss.draw_noise(g["in.x_t"], torch.Generator().manual_seed(g.params["seed"]))
-    assert torch.equal(drawn, g["in.noise"])
+    close(drawn, g["in.noise"], 1e-6)  # torch turns the same random bits into normals with other instructions elsewhere
     t, u = float(sigmas[k]), float(sigmas[k + 1])
     for source in ({"noise": g["in.noise"]}, {"generator": torch.Generator().manual_seed(g.params["seed"])}):
         step = ss.sde_step(
@@ -255,7 +255,7 @@ def test_mixgrpo_rollouts(rollout_mixgrpo_vector: Any) -> None:
     flash = options["dpm_algorithm_type"] != "null"
     kind: ss.Kind = "flow_sde" if options["flow_grpo_sampling"] else "dance_sde"
     full = ss.flow_match(p["N"], options["shift"], "linear")
-    assert torch.equal(full.sigmas, g["in.sigmas"])
+    close(full.sigmas, g["in.sigmas"], 2e-7)
     schedule = full
     if flash:
         schedule = ss.flash_schedule(
