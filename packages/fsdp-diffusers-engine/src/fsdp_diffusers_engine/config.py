@@ -1,8 +1,8 @@
 """Config dataclasses of the engine. This file imports no torch, so that a command line can validate before it loads one.
 
 Only types that OmegaConf's structured configs support are used; ``"???"`` is OmegaConf's mark for "must be given".
-Where the seed design nests options that do nothing for a diffusion transformer (tokenizers, expert parallelism, …), they
-are left out: every field below is read by something in this package.
+Where verl-omni, whose names these are, nests options that do nothing for a diffusion transformer (tokenizers, expert
+parallelism, …), they are left out: every field below is read by something in this package.
 """
 
 from __future__ import annotations

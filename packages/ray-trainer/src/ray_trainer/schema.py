@@ -1,4 +1,6 @@
-"""Every key of a batch: its shape, its type, who writes it and who reads it; and the check that a batch keeps to it.
+"""The tensors of a batch that an update depends on: shape, type, who writes and who reads each; and the check of a batch.
+
+What travels beside them (uid, index, counters, sampler settings) is not listed.
 
 Shapes: B sample, K denoise step, W window step, S token, C H W T as usual; `…` stands for the latent's own dimensions.
 """

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class vLLMOmniHttpServer:
-    """Args as in the system this design follows.
+    """Args as in verl-omni.
 
     Args:
         config: the rollout configuration.
