@@ -63,7 +63,7 @@ def test_stock_diffusers_with_the_saved_lora_draws_the_same_pictures(finished_ru
     code = f"""
 import json, sys, numpy as np, torch
 from diffusers import QwenImagePipeline
-from ray_trainer.prompts import builtin
+from ray_trainer.assets import builtin
 from sde_samplers import initial_noise, sample_generator
 index = json.load(open({str(folder / "samples" / "step_000004" / "index.json")!r}))
 pipe = QwenImagePipeline.from_pretrained(builtin("models", "tiny_qwen_image")).to(torch.float32)

@@ -7,7 +7,8 @@ import pytest
 from image_rewards.geneval import COLORS
 from image_rewards.ocr import OcrReward
 from image_rewards.scene_rules import parse_questions
-from ray_trainer.prompts import builtin, load_prompts
+from ray_trainer.assets import builtin
+from ray_trainer.prompts import load_prompts
 
 FILE = Path(__file__).resolve().parent.parent / "tools" / "make_prompts.py"
 spec = importlib.util.spec_from_file_location("make_prompts", FILE)

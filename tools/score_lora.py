@@ -16,7 +16,8 @@ import torch
 import yaml
 from diffusers import QwenImagePipeline
 from image_rewards import RewardSample, load
-from ray_trainer.prompts import load_prompts, resolve
+from ray_trainer.models import fetch
+from ray_trainer.prompts import load_prompts
 from ray_trainer.report import load_validations
 from ray_trainer.report.stats import estimate
 from sde_samplers import initial_noise, sample_generator
@@ -30,7 +31,7 @@ def main(folder: Path) -> None:
     val = config["rollout"]["val_kwargs"]
     records = load_validations(folder)[-1].records
     metadata = {prompt.text: prompt.metadata for prompt in load_prompts(config["data"]["val_file"])}
-    pipeline = QwenImagePipeline.from_pretrained(resolve("models", config["model"]["path"])).to(torch.float32)
+    pipeline = QwenImagePipeline.from_pretrained(fetch(config["model"]["path"])).to(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     noise = initial_noise([sample_generator(val["seed"], r.uid, r.seed) for r in records], (16, 64))
     size = {key: val["pipeline"][key] for key in ("height", "width", "num_inference_steps", "true_cfg_scale")}

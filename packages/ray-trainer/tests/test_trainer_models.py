@@ -9,7 +9,6 @@ import pytest
 from huggingface_hub import constants, errors
 from ray_trainer.errors import TrainerError
 from ray_trainer.models import ARCHITECTURES, fetch, is_hub_id, locate, missing_parts, pipeline_class
-from ray_trainer.prompts import resolve
 
 HUB_ID = "someone/Some-Model"
 INDEX = {
@@ -66,7 +65,7 @@ def put(cache, **options):
 def test_a_cached_model_is_found_and_used_without_a_download(cache):
     folder = put(cache)
     assert locate(HUB_ID) == folder
-    assert resolve("models", HUB_ID) == str(folder)
+    assert fetch(HUB_ID) == folder
 
 
 @pytest.mark.parametrize(

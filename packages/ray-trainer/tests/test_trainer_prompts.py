@@ -1,8 +1,9 @@
 import json
 
 import pytest
+from ray_trainer.assets import builtin
 from ray_trainer.errors import TrainerError
-from ray_trainer.prompts import PromptSampler, builtin, load_prompts
+from ray_trainer.prompts import PromptSampler, load_prompts
 
 SETS = ("creative", "geneval", "ocr", "tiny_shapes", "video")
 

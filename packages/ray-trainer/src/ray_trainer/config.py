@@ -20,8 +20,8 @@ from fsdp_diffusers_engine.config import DiffusionModelConfig, FSDPDiffusionActo
 from omni_rollout.config import DiffusionRolloutConfig
 from yaml import MappingNode, Node, ScalarNode
 
+from ray_trainer.assets import resolve
 from ray_trainer.errors import TrainerError
-from ray_trainer.prompts import resolve
 from ray_trainer.ranges import check_ranges
 from ray_trainer.values import (
     Reference,

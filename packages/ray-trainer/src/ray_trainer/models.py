@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ray_trainer.assets import builtin
 from ray_trainer.errors import TrainerError
-from ray_trainer.prompts import builtin
 
 # Short name, transformer class and pipeline class of each architecture, as `model_specs` knows them. Repeated here because that
 # package needs torch and a check of the command line must not; a test holds the two together.

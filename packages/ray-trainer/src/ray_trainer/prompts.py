@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass, field
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
+from ray_trainer.assets import resolve
 from ray_trainer.errors import TrainerError
 
 
@@ -25,31 +24,6 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-def builtin(kind: str, name: str) -> Path:
-    """Path of a shipped asset. `kind` is "prompts", "models" or "recipes"; an unknown name raises, with the known ones."""
-    root = Path(str(files("ray_trainer") / "assets"))
-    path, known = {
-        "prompts": (root / "prompts" / f"{name}.jsonl", [p.stem for p in (root / "prompts").glob("*.jsonl")]),
-        "models": (root / name, [p.parent.name for p in root.glob("*/model_index.json")]),
-        "recipes": (root / "recipes" / f"{name}.yaml", [p.stem for p in (root / "recipes").glob("*.yaml")]),
-    }[kind]
-    if not path.exists():
-        raise TrainerError(f"there is no built-in {name!r} among the {kind}: known are {sorted(known)}")
-    return path
-
-
-def resolve(kind: str, location: str) -> str:
-    """The path of "prompts" or "models": of a shipped asset for `builtin:NAME`, for a model's Hub id the folder in the local
-    cache, where it is downloaded to when it is not there (`models.locate` looks without downloading), else `location` itself."""
-    if location.startswith("builtin:"):
-        return str(builtin(kind, location.removeprefix("builtin:")))
-    if kind == "models":
-        from ray_trainer.models import fetch
-
-        return str(fetch(location))
-    return location
-
-
 def load_prompts(location: str) -> list[Prompt]:
     """Read a prompt file.
 
@@ -60,7 +34,7 @@ def load_prompts(location: str) -> list[Prompt]:
     Raises:
         TrainerError: the file is missing or empty, or a line is broken; the message names the file and the line.
     """
-    path = Path(resolve("prompts", location))
+    path = resolve("prompts", location)
     if not path.is_file():
         raise TrainerError(f"there is no prompt file {location!r}; give a path to a JSON-lines file as data.train_file")
     prompts: list[Prompt] = []

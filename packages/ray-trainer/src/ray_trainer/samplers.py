@@ -16,7 +16,7 @@ from omni_rollout import DiffusersReplica, Router
 from omni_rollout.fleet import Fleet
 
 from ray_trainer.config import RunConfig
-from ray_trainer.prompts import resolve
+from ray_trainer.models import fetch
 from ray_trainer.step_metrics import Metrics
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class FleetSampler:
                 os.environ.setdefault("OMNI_ROLLOUT_CPU", "1")
             elif gpus < workers.gpus + rollout.num_replicas * rollout.vllm_omni.tensor_model_parallel_size:
                 beside = workers.gpu_places()
-        model = SimpleNamespace(path=resolve("models", config.model.path), algorithm="flow_grpo")
+        model = SimpleNamespace(path=str(fetch(config.model.path)), algorithm="flow_grpo")
         fleet = await Fleet.launch(rollout, model, cpus=0.25, beside=beside)
         return cls(config, workers, fleet, beside is not None)
 

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 
 from ray_trainer.cluster import available_cpus
 from ray_trainer.config import RunConfig
-from ray_trainer.prompts import resolve
+from ray_trainer.models import fetch
 
 if TYPE_CHECKING:
     from lora_sync import LoRAPayload
@@ -50,7 +50,7 @@ class ActorRolloutRefWorker:
         from fsdp_diffusers_engine.worker import TrainingWorker
 
         actor = self.config.actor
-        actor.model_config.path = resolve("models", actor.model_config.path)
+        actor.model_config.path = str(fetch(actor.model_config.path))
         self.trainer = TrainingWorker(TrainingWorkerConfig(actor, self.rank, self.world_size, meeting_point))
         self.trainer.reset()
         self.engine = self.trainer.engine
