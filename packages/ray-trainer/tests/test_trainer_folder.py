@@ -82,7 +82,7 @@ def test_a_failed_step_leaves_traceback_and_batch(tmp_path):
     try:
         raise ValueError("the reward is upset")
     except ValueError as error:
-        folder = record_failure(tmp_path, 12, error, batch)
+        folder, _ = record_failure(tmp_path, 12, error, batch)
     assert folder.name == "step_000012"
     assert "the reward is upset" in (folder / "error.txt").read_text()
     assert torch.equal(load_file(folder / "batch.safetensors")["latents"], batch["latents"])

@@ -1,37 +1,160 @@
-"""What a failed step leaves behind, so that it can be looked at and run again."""
+"""What a failure says, and what it leaves behind to be looked at and run again. Nothing here raises: the cause stays first."""
 
 from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict
 
 from ray_trainer.prompts import Prompt
 
+if TYPE_CHECKING:
+    from ray_trainer.config import RunConfig
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "unable to allocate", "alloc_failed")
+
 
 def record_failure(
     root: Path, step: int, error: BaseException, batch: TensorDict | None, prompts: Sequence[Prompt] = ()
-) -> Path:
+) -> tuple[Path, list[str]]:
     """Write the traceback, the step's prompts, and the batch as far as it had come, into `root/step_000012`.
 
     Returns:
-        That folder: `error.txt`, `prompts.json`, and with a batch also `batch.safetensors` (tensors) and `batch.json` (the rest,
-        a row per sample).
+        That folder (`error.txt`, `prompts.json`, and with a batch also `batch.safetensors` for its tensors and `batch.json` for
+        the rest, a row per sample), and a line for each file that could not be written.
     """
+    folder = root / f"step_{step:06d}"
+    lost: list[str] = []
+
+    def attempt(name: str, write: Callable[[Path], object]) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write(folder / name)
+        except Exception as second:
+            lost.append(f"{folder / name} could not be written: {words(second)}")
+
+    attempt("error.txt", lambda file: file.write_text(_traceback(error), encoding="utf-8", errors="backslashreplace"))
+    attempt("prompts.json", lambda file: _write_json(file, [asdict(prompt) for prompt in prompts]))
+    if batch is not None:
+        tensors: dict[str, torch.Tensor] = {}
+        rest: dict[str, Any] = {}
+        for key in batch.keys():  # noqa: SIM118 - a TensorDict iterates over rows
+            try:
+                value = batch[key]
+                plain = _plain(value) if isinstance(value, torch.Tensor) else None
+            except Exception as second:
+                value, plain = f"could not be read: {words(second)}", None
+            if plain is None:
+                rest[str(key)] = value
+            else:
+                tensors[str(key)] = plain
+        attempt("batch.safetensors", lambda file: _write_tensors(file, tensors))
+        attempt("batch.json", lambda file: _write_json(file, rest))
+    return folder, lost
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor | None:
+    """A dense copy on the CPU with a storage of its own, as a safetensors file takes it; None where there is no such form."""
+    if value.is_nested or value.is_quantized or value.layout is not torch.strided or value.is_complex():
+        return None
+    return value.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
-    folder = root / f"step_{step:06d}"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "error.txt").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-    (folder / "prompts.json").write_text(json.dumps([asdict(prompt) for prompt in prompts], indent=1), encoding="utf-8")
-    if batch is not None:
-        tensors = {str(k): v.contiguous() for k, v in batch.items() if isinstance(v, torch.Tensor)}
-        save_file(tensors, folder / "batch.safetensors")
-        rest = {str(k): batch[k] for k in batch.keys() if k not in tensors}  # noqa: SIM118 - a TensorDict iterates over rows
-        (folder / "batch.json").write_text(json.dumps(rest, default=repr, indent=1), encoding="utf-8")
-    return folder
+    try:
+        save_file(tensors, file)
+    except BaseException:
+        file.unlink(missing_ok=True)  # half a file cannot be read
+        raise
+
+
+def _write_json(file: Path, content: Any) -> None:
+    try:
+        text = json.dumps(content, default=_repr, indent=1)
+    except (TypeError, ValueError, RecursionError):  # keys that JSON does not have, a circle
+        rows = content.items() if isinstance(content, dict) else enumerate(content)
+        text = json.dumps({str(key): _repr(value) for key, value in rows}, indent=1)
+    file.write_text(text, encoding="utf-8")
+
+
+def _repr(value: object) -> str:
+    try:
+        return repr(value)
+    except Exception as error:
+        return f"<{type(value).__name__} that cannot be shown: {type(error).__name__}>"
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:  # an exception whose own text fails
+        return f"{type(error).__name__}\n" + "".join(traceback.format_tb(error.__traceback__))
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The error that a person should read: out of Ray's wrapper, and the first of a group."""
+    seen: set[int] = set()
+    while id(error) not in seen:
+        seen.add(id(error))
+        inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else getattr(error, "cause", None)
+        error = inner if isinstance(inner, BaseException) else error
+    return error
+
+
+def words(error: BaseException) -> str:
+    """Type and message of the first cause in one line; of a traceback in the message its last line."""
+    cause = first_cause(error)
+    try:
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    except Exception:
+        lines = []
+    if any(line.startswith("Traceback (most recent call last)") for line in lines):
+        lines = lines[-1:]
+    text = " ".join(lines)
+    return f"{type(cause).__name__}: {text[:800]}{' …' if len(text) > 800 else ''}" if text else type(cause).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: of a GPU, of this machine, or of Ray's limit. The texts are those of torch, CUDA and numpy."""
+    text = words(error)
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return (
+        isinstance(first_cause(error), kinds)
+        or text.startswith(("OutOfMemoryError", "MemoryError"))
+        or any(mark in text.lower() for mark in _OUT_OF_MEMORY)
+    )
+
+
+def less_memory(config: RunConfig, phase: str) -> str:
+    """The keys that lower the memory of a phase, those with the largest effect first, each only where it is not set already."""
+    actor, rollout = config.actor, config.rollout
+    half = max(actor.ppo_micro_batch_size_per_gpu // 2, 1)
+    keys: list[str] = []
+    if phase == "update":
+        if not config.model.enable_gradient_checkpointing:
+            keys.append("model.enable_gradient_checkpointing=true")
+        if half < actor.ppo_micro_batch_size_per_gpu:
+            keys.append(f"actor.ppo_micro_batch_size_per_gpu={half} (and log_prob_micro_batch_size_per_gpu)")
+    elif phase in ("rollout", "validation"):
+        if config.rollout.backend == "vllm_omni":
+            keys += [f"rollout.vllm_omni.max_num_seqs={max(rollout.vllm_omni.max_num_seqs // 2, 1)}"]
+        elif rollout.max_batch_size > 1:
+            keys.append(f"rollout.max_batch_size={rollout.max_batch_size // 2}")
+        pipeline = "rollout.pipeline" if phase == "rollout" else "rollout.val_kwargs.pipeline"
+        keys.append(f"smaller {pipeline}.height and width")
+    elif phase == "reward":
+        keys += [f"reward.batch_size={max(config.reward.batch_size // 2, 1)}", "fewer reward.num_workers"]
+    if actor.fsdp_config.model_dtype not in ("bf16", "bfloat16"):
+        keys.append("actor.fsdp_config.model_dtype=bf16")
+    if config.shares_weights and rollout.dtype == "float32" and phase != "update":
+        keys.append("rollout.dtype=bfloat16")
+    keys.append(f"more GPUs (trainer.num_workers, now {config.trainer.num_workers})")
+    return "less memory: " + ", ".join(keys)

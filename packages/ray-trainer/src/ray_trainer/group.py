@@ -46,9 +46,8 @@ class WorkerGroup:
             # Rank 0 names the place where the process group meets.
             meeting_point = ray.get(self.actors[0].meeting_point.remote()) if self.size > 1 else None
             self.call("init_model", meeting_point)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, ValueError):  # what a person can mend: one line, not a remote traceback
-                raise TrainerError(str(error.cause)) from error
+        except Exception:
+            self.close()
             raise
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,8 +22,8 @@ from tensordict import TensorDict
 
 from ray_trainer import checkpoint, schema
 from ray_trainer.config import RunConfig, to_yaml
-from ray_trainer.errors import Interrupted, TrainingFailed
-from ray_trainer.failure import record_failure
+from ray_trainer.errors import Interrupted, TrainerError, TrainingFailed
+from ray_trainer.failure import first_cause, is_out_of_memory, less_memory, record_failure, words
 from ray_trainer.group import WorkerGroup
 from ray_trainer.interrupt import StopRequest
 from ray_trainer.prompts import Prompt, PromptSampler, load_prompts
@@ -69,22 +71,42 @@ class RayDiffusionTrainer(ABC):
 
         Raises:
             Interrupted: a signal asked to stop; a checkpoint was written.
-            TrainingFailed: a step failed; its state lies in the run folder.
+            TrainerError: the workers refused the model, or the checkpoint that should be resumed.
+            TrainingFailed: something failed, named with its phase; the state of a step lies in the run folder.
         """
-        loop = self.config.trainer
         with ExitStack() as stack:
-            # Workers first: what they refuse is refused before anything is written.
-            self.workers = WorkerGroup(self.config)
-            stack.callback(self.workers.close)
-            self._runner = stack.enter_context(asyncio.Runner())
-            self.sampler = self._runner.run(open_sampler(self.config, self.workers))
-            stack.callback(lambda: self._runner.run(self.sampler.close()))
-            self.rollouts = Rollouts(self.config, self.sampler)
-            stack.callback(self.rollouts.close)
-            self.run = open_run_dir(loop.run_dir, loop.on_existing, to_yaml(self.config))
-            save_environment(self.run.path, self.workers.call("describe")[0])
-            stop = stack.enter_context(StopRequest())
-            self._fit(stop)
+            try:
+                self._open(stack)
+                stop = stack.enter_context(StopRequest())
+                self._fit(stop)
+            except Exception as error:
+                # Ray's wrapper of a worker's TrainerError is one too, with a remote traceback as its message.
+                if isinstance(error, TrainerError | TrainingFailed | Interrupted) and first_cause(error) is error:
+                    raise
+                raise self._failed(error) from error
+
+    phase = "load"
+    """What is being done: load, rollout, reward, update, sync, validation, save or report."""
+
+    def _open(self, stack: ExitStack) -> None:
+        loop = self.config.trainer
+        # Workers first: what they refuse is refused before anything is written.
+        self.workers = WorkerGroup(self.config)
+        stack.callback(self._quietly, self.workers.close)
+        self._runner = stack.enter_context(asyncio.Runner())
+        self.sampler = self._runner.run(open_sampler(self.config, self.workers))
+        stack.callback(self._quietly, lambda: self._runner.run(self.sampler.close()))
+        self.rollouts = Rollouts(self.config, self.sampler)
+        stack.callback(self._quietly, self.rollouts.close)
+        self.run = open_run_dir(loop.run_dir, loop.on_existing, to_yaml(self.config))
+        save_environment(self.run.path, self.workers.call("describe")[0])
+
+    def _quietly(self, close: Callable[[], object]) -> None:
+        """Close something; that it fails may not hide why the run ended."""
+        try:
+            close()
+        except Exception as error:
+            self.echo(f"while ending: {words(error)}")
 
     def _fit(self, stop: StopRequest) -> None:
         loop = self.config.trainer
@@ -112,6 +134,7 @@ class RayDiffusionTrainer(ABC):
             self.writer.truncate_after(-1)
             truncate_validations(self.run.path, -1)
         else:
+            self.phase = "load"
             self.workers.call("load_checkpoint", str(checkpoint.step_folder(self.run.checkpoints, done)))
             self.writer.truncate_after(done)
             truncate_validations(self.run.path, done)
@@ -127,22 +150,53 @@ class RayDiffusionTrainer(ABC):
         try:
             work()
         except Exception as error:
-            where = record_failure(self.run.failures, step, error, self._batch, self._prompts)
+            raise self._failed(error, step) from error
+
+    def _failed(self, error: Exception, step: int | None = None) -> TrainerError | TrainingFailed:
+        """What to raise for a failure: its phase, its first cause, what to change, and what it left behind.
+
+        Args:
+            error: what was caught.
+            step: that failed, counted from 1; None outside the steps, where no state is written.
+        """
+        cause = first_cause(error)
+        phase = "reward" if type(cause).__module__.startswith("image_rewards") else self.phase
+        if step is None and phase == "load" and cause is not error and isinstance(cause, ValueError):
+            return TrainerError(
+                str(cause)
+            )  # a worker refused what a person can mend: its words, not a remote traceback
+        message = f"{phase}: {words(error)}" if step is None else f"step {step}, {phase}: {words(error)}"
+        if is_out_of_memory(error):
+            message += f"; {less_memory(self.config, phase)}"
+        if step is None:
+            traceback.print_exception(error, file=sys.stderr)
+            if phase == "report":
+                message += "\ntraining itself is done, and its last checkpoint is whole"
+            return TrainingFailed(message)
+        where, lost = record_failure(self.run.failures, step, error, self._batch, self._prompts)
+        if lost:
+            traceback.print_exception(error, file=sys.stderr)
+        notes = [*lost, f"its state is in {where}"]
+        if step > 0 and self._updated < step:
             try:
-                if step > 0 and self._updated < step:
-                    self._save(step - 1)
+                self._save(step - 1)
             except Exception as second:
-                self.echo(f"no checkpoint could be written after the failure: {second!r}")
-            raise TrainingFailed(f"step {step}: {type(error).__name__}: {error}\nits state is in {where}") from error
+                notes.append(f"no checkpoint could be written after it: {words(second)}")
+        if (self.run.checkpoints / "latest.json").exists():
+            notes.append(f"go on with trainer.run_dir={self.run.path} trainer.on_existing=resume")
+        return TrainingFailed("\n".join([message, *notes]))
 
     _updated = 0
     """Steps whose update the workers' weights contain: after a failed step they may be saved only if it had not begun."""
 
     def _step(self, step: int) -> None:
         clock = Clock()
+        self.phase = "rollout"
         batch = self.generate_sequence(self.prompts.at(step), step)
         clock.lap("time/rollout")
+        self.phase = "reward"
         metrics = self.compute_rm_score(batch)
+        self.phase = "update"
         self._runner.run(self.sampler.leave_gpu())
         data, prepared = self.prepare_update(batch, step)
         clock.lap("time/prepare")
@@ -228,11 +282,13 @@ class RayDiffusionTrainer(ABC):
 
     def sync(self, version: int) -> Metrics:
         """The trained adapters to every sampler; a receipt that does not match stops the run."""
+        self.phase = "sync"
         return self._runner.run(self.sampler.sync(version))
 
     # ---- validation, checkpoints, end ------------------------------------------------------------------------------------
 
     def _validate(self, step: int) -> Metrics:
+        self.phase = "validation"
         rows = [(f"val/{prompt.uid}", prompt) for prompt in self.val_prompts]
         batch = self._runner.run(self.rollouts.sample(rows, self.config.rollout.val_kwargs.n, step=step, validate=True))
         records = [
@@ -253,10 +309,12 @@ class RayDiffusionTrainer(ABC):
         return result
 
     def _save(self, step: int) -> None:
+        self.phase = "save"
         self.workers.call("save_checkpoint", str(checkpoint.step_folder(self.run.checkpoints, step)), step)
         checkpoint.publish(self.run.checkpoints, step, self.config.trainer.keep_checkpoints)
 
     def _finish(self) -> None:
+        self.phase = "report"
         exported = self.workers.call("export_lora", str(self.run.lora))[0] if self.config.model.lora_rank > 0 else None
         report = write_report(self.run.path)
         for line in self.summary():
