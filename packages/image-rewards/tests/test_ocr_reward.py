@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from image_rewards import MissingExtraError, RewardSample, RewardTargetError, load
 from image_rewards.ocr import ReadLine, reading_order
-from image_rewards.targets import check_prompt_file
+from image_rewards.targets import check_prompts
 from image_rewards.text import edit_distance, match_texts, normalize, targets_of
 from PIL import Image, ImageDraw, ImageFont
 
@@ -190,29 +190,56 @@ def test_reading_order_is_by_rows():
     assert [x.text for x in reading_order(lines)] == ["a", "b", "c", "d"]
 
 
-def test_prompt_files_are_checked_with_file_and_line(tmp_path):
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        'a 24" monitor and a 27" monitor',
+        'a 12 " pizza and a 14 " pizza',
+        'a 24"x36" poster and a 5½" nail',
+        "a 5'10\" man and a 6'2\" man",
+        "a tv of 24'' and a tv of 27''",
+        "6' tall and 7' wide, 6 ' and 7 ' deep",
+        "rock 'n' roll",
+        "fish ‘n’ chips",
+        "Rock 'N' Roll band",
+        "the '90s and the '80s music",
+        "'tis the season of the dogs' bowls",
+        "dogs' bowls and cats' toys, it's 5 o'clock",
+    ],
+)
+def test_inches_feet_and_apostrophes_are_no_quotes(prompt):
+    with pytest.raises(RewardTargetError, match="no part in quotes"):
+        targets_of(prompt, {})
+    assert targets_of(f'{prompt}, with the words "GO 24" and "STOP"', {}) == ["GO 24", "STOP"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "target"),
+    [
+        ("a sign 'don't walk' here", "don't walk"),
+        ("a sign ‘don’t walk’ here", "don’t walk"),
+        ("the letter 'N' on a door", "N"),
+        ('a door with "24" on it', "24"),
+        ('a 24" tv that shows "SALE"', "SALE"),
+        ('写着"你好"的牌子', "你好"),
+    ],
+)
+def test_quotes_with_numbers_and_apostrophes_in_them(prompt, target):
+    assert targets_of(prompt, {}) == [target]
+
+
+def test_prompts_are_checked_with_file_and_line():
     class Quoted:
         def check_target(self, prompt, metadata):
             targets_of(prompt, metadata)
 
-    path = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": 'a "b"'}, {"prompt": "nothing"}, {"prompt": "x", "metadata": {"text": ""}}]
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    rows = [("f, line 1", 'a "b"', {}), ("f, line 2", "nothing", {}), ("f, line 3", "x", {"text": ""})]
     with pytest.raises(RewardTargetError) as caught:
-        check_prompt_file(Quoted(), path)
-    assert f"{path}:2:" in str(caught.value)
-    assert f"{path}:3:" in str(caught.value)
-    assert f"{path}:1:" not in str(caught.value)
-    path.write_text(json.dumps(rows[0]))
-    assert check_prompt_file(Quoted(), path) == 1
-    for text, words in (
-        ("{", "not JSON"),
-        ('{"text": 1}', "not of the form"),
-        ('{"prompt": "a", "metadata": 3}', ":1:"),
-    ):
-        path.write_text(text)
-        with pytest.raises(RewardTargetError, match=words):
-            check_prompt_file(Quoted(), path)
+        check_prompts(Quoted(), rows)
+    assert "f, line 2:" in str(caught.value)
+    assert "f, line 3:" in str(caught.value)
+    assert "f, line 1:" not in str(caught.value)
+    check_prompts(Quoted(), rows[:1])
 
 
 def test_a_missing_engine_names_the_install_command(monkeypatch):

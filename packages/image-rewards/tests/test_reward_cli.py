@@ -92,9 +92,27 @@ def test_check_names_file_and_line(tmp_path, capsys):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "one red circle on a white background"}\n{"prompt": "a cat"}\n')
     assert main(["check", "--reward", "shapes", str(prompts)]) == 1
-    assert f"{prompts}:2: shapes: no 'count'" in capsys.readouterr().err
+    assert f"{prompts}, line 2: shapes: no 'count'" in capsys.readouterr().err
     prompts.write_text('{"prompt": "one red circle on a white background"}\n')
     assert main(["check", "--reward", "shapes", str(prompts)]) == 0
+    assert f"{prompts}, line 1: ShapesTarget(count=1, color='red'" in capsys.readouterr().out
+    prompts.write_bytes(b"caf\xe9")
+    assert main(["check", "--reward", "shapes", str(prompts)]) == 2
+    assert f"{prompts}, line 1, byte 3" in capsys.readouterr().err
+
+
+def test_check_prints_the_target_of_every_line(tmp_path, capsys):
+    pytest.importorskip("rapidocr")
+    one, two = tmp_path / "a.txt", tmp_path / "b.csv"
+    one.write_text("a 24\" tv that shows \"SALE\"\n'OPEN' in rock 'n' roll style\n")
+    two.write_text("prompt,text\na door,42\n")
+    assert main(["check", "--reward", "ocr", str(one), str(two)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{one}, line 1: ['SALE']",
+        f"{one}, line 2: ['OPEN']",
+        f"{two}, line 2: ['42']",
+        "3 prompts, every target usable.",
+    ]
 
 
 def test_wrong_commands_say_what_to_change(tmp_path, capsys):
@@ -129,7 +147,7 @@ def test_the_commands_and_options_are_these():
     common = ["--help", "--option", "--reward", "--video", "-h"]
     assert surface == {
         "score": sorted([*common, "--html", "--out", "--root", "--top", "path"]),
-        "check": sorted([*common, "path"]),
+        "check": sorted([*common, "paths"]),
         "serve": sorted([*common, "--host", "--max-body-mb", "--max-queue", "--port", "--threads", "--timeout-s"]),
         "list": ["--help", "-h"],
     }

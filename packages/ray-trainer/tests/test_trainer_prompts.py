@@ -36,10 +36,10 @@ def test_equal_texts_are_different_prompts(tmp_path):
     [
         ('{"prompt": "a"', "line 2 is not JSON"),
         ('{"prompt": ""}', "line 2 needs a non-empty text"),
-        ('{"text": "a"}', "line 2 needs a non-empty text"),
+        ('{"count": 3}', "line 2 needs a non-empty text"),
         ('["a"]', "line 2 needs a non-empty text"),
-        ('{"prompt": "a", "metadata": 3}', 'line 2: "negative_prompt" must be a text and "metadata" an object'),
-        ('{"prompt": "a", "target": "x"}', "unknown fields ['target']"),
+        ('{"prompt": "a", "metadata": 3}', 'line 2: "metadata" must be an object'),
+        ('{"prompt": "a", "negative_prompts": "x"}', 'looks like "negative_prompt"'),
     ],
 )
 def test_a_broken_line_is_named(tmp_path, line, complaint):
@@ -47,6 +47,34 @@ def test_a_broken_line_is_named(tmp_path, line, complaint):
     with pytest.raises(TrainerError) as caught:
         load_prompts(path)
     assert complaint in str(caught.value)
+
+
+def test_several_files_name_their_lines_apart(tmp_path):
+    one, two = write(tmp_path / "a.txt", "a cat", "a dog"), write(tmp_path / "b.csv", "prompt,count", "a cow,3")
+    prompts = load_prompts([one, two])
+    assert [(p.uid, p.text, p.metadata) for p in prompts] == [
+        ("line1", "a cat", {}),
+        ("line2", "a dog", {}),
+        ("file2-line2", "a cow", {"count": 3}),
+    ]
+    assert prompts[2].where == f"{two}, line 2"
+    assert [p.uid for p in load_prompts(one)] == ["line1", "line2"]
+    assert len(load_prompts([one, "builtin:tiny_shapes_heldout"])) == 50
+    for wrong in ([], ""):
+        with pytest.raises(TrainerError):
+            load_prompts(wrong)
+
+
+def test_a_list_on_the_command_line_and_in_a_recipe(tmp_path):
+    from ray_trainer.config import compose, to_yaml
+
+    one, two = write(tmp_path / "a.txt", *["a red circle"] * 6), write(tmp_path / "b.txt", "a dog")
+    (tmp_path / "r.yaml").write_text(f"base: builtin:tiny\ndata: {{val_file: [{one}, {two}]}}\n")
+    config = compose("flowgrpo", tmp_path / "r.yaml", [f"data.train_file=[{one},{two}]"])
+    assert [len(load_prompts(f)) for f in (config.data.train_file, config.data.val_file)] == [7, 7]
+    again = tmp_path / "again.yaml"
+    again.write_text(to_yaml(config))
+    assert compose("flowgrpo", again, []).data == config.data
 
 
 def test_missing_and_empty_files(tmp_path):

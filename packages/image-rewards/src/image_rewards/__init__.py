@@ -3,6 +3,7 @@
 from image_rewards.base import PerSampleReward, Reward, RewardResult, RewardSample
 from image_rewards.errors import (
     MissingExtraError,
+    PromptFileError,
     RewardConfigError,
     RewardError,
     RewardInputError,
@@ -17,6 +18,7 @@ from image_rewards.registry import available, load
 __all__ = [
     "MissingExtraError",
     "PerSampleReward",
+    "PromptFileError",
     "Reward",
     "RewardConfigError",
     "RewardError",

@@ -126,6 +126,10 @@ class Reward(ABC):
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:  # noqa: B027  (most have no target)
         """Raise `RewardTargetError` when prompt and metadata do not hold the target. Called before training too."""
 
+    def target_of(self, prompt: str, metadata: Mapping[str, Any]) -> Any:
+        """What will be looked for, for `check` to print; None where it is the prompt itself. Raises as `check_target`."""
+        return None
+
     def close(self) -> None:  # noqa: B027
         """Release what the reward holds open (connections, threads)."""
 

@@ -20,11 +20,12 @@ from typing import Any
 
 from image_rewards.base import Reward, RewardResult
 from image_rewards.batching import Limits
-from image_rewards.errors import RewardConfigError, RewardError
+from image_rewards.errors import RewardConfigError, RewardError, RewardTargetError
 from image_rewards.folders import read_samples
+from image_rewards.prompt_files import read_prompts
 from image_rewards.registry import available, load
 from image_rewards.sheet import by_score, contact_sheet
-from image_rewards.targets import check_prompt_file
+from image_rewards.targets import check_prompts
 
 TOKEN_ENV = "IMAGE_REWARDS_TOKEN"
 
@@ -51,8 +52,8 @@ def parser() -> argparse.ArgumentParser:
         "--root", type=Path, default=None, help="folder that JSON lines' pictures must be in (default: theirs)"
     )
     score.add_argument("--top", type=int, default=20, help="rows of the table (0 = all)")
-    check = command("check", "Check every target of a prompt file.")
-    check.add_argument("path", type=Path)
+    check = command("check", "Print and check every target of prompt files.")
+    check.add_argument("paths", type=Path, nargs="+", metavar="FILE_OR_FOLDER")
     serve = command("serve", f"Serve a reward over HTTP. The bearer token is read from {TOKEN_ENV}.")
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=int, default=8100)
@@ -123,6 +124,17 @@ def run_score(reward: Reward, arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def run_check(reward: Reward, paths: Sequence[Path]) -> int:
+    """`check`: a line for each prompt with what the reward will look for."""
+    rows = read_prompts(paths)
+    check_prompts(reward, ((row.where, row.prompt, row.metadata) for row in rows))
+    for row in rows:
+        target = reward.target_of(row.prompt, row.metadata)
+        print(f"{row.where}: {row.prompt!r}" if target is None else f"{row.where}: {target!r}")
+    print(f"{len(rows)} prompts, every target usable.")
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     arguments = parser().parse_args(argv)
@@ -135,9 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "score":
             return run_score(reward, arguments)
         if arguments.command == "check":
-            count = check_prompt_file(reward, arguments.path)
-            print(f"{count} prompts, every target usable.")
-            return 0
+            return run_check(reward, arguments.paths)
         from image_rewards.server import serve
 
         limits = Limits(
@@ -150,4 +160,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (RewardError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1 if arguments.command == "check" else 2
+        return 1 if isinstance(error, RewardTargetError) else 2

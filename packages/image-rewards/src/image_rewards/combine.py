@@ -137,6 +137,14 @@ class CombinedReward(Reward):
             if part.required:
                 self.rewards[key].check_target(prompt, metadata)
 
+    def target_of(self, prompt: str, metadata: Mapping[str, Any]) -> Any:
+        found = {
+            part.label: self.rewards[key].target_of(prompt, metadata)
+            for part, key in zip(self.parts, self.sources, strict=True)
+            if part.required
+        }
+        return {label: target for label, target in found.items() if target is not None} or None
+
     def close(self) -> None:
         for reward in self.rewards.values():
             reward.close()

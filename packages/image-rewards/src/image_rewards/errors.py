@@ -30,6 +30,10 @@ class RewardTargetError(RewardError, ValueError):
     """A prompt or its metadata lacks the target a reward needs, or the target is malformed."""
 
 
+class PromptFileError(RewardError, ValueError):
+    """A prompt file that is not there or cannot be read; the message names file and line."""
+
+
 class RewardConfigError(RewardError, ValueError):
     """An option that does not exist or does not fit."""
 

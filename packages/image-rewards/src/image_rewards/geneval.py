@@ -60,11 +60,16 @@ class GenevalReward(ModelReward):
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         self.prepare()
         parse_questions(metadata, self._names, COLORS)
-        asks_color = any("color" in row for key in ("include", "exclude") for row in metadata.get(key) or ())
+        asks_color = any(
+            row.get("color") is not None for key in ("include", "exclude") for row in metadata.get(key) or ()
+        )
         if asks_color and self.clip is None:
             raise RewardTargetError(
                 f"geneval: {dict(metadata)!r} asks for a colour, and no clip= is set to tell colours."
             )
+
+    def target_of(self, prompt: str, metadata: Mapping[str, Any]) -> Any:
+        return {key: metadata[key] for key in ("include", "exclude") if metadata.get(key)}
 
     def load(self) -> None:
         import transformers

@@ -69,8 +69,11 @@ class OcrReward(PerSampleReward):
         self.exact_weight, self.edit_weight, self.ignore_case = exact_weight, edit_weight, ignore_case
         self._engine = RapidOcrEngine(min_side, max_side)
 
+    def target_of(self, prompt: str, metadata: Mapping[str, Any]) -> list[str]:
+        return targets_of(prompt, metadata, ignore_case=self.ignore_case)
+
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
-        for text in targets_of(prompt, metadata, ignore_case=self.ignore_case):
+        for text in self.target_of(prompt, metadata):
             unknown = self._engine.unreadable(text)
             if unknown:
                 raise RewardTargetError(
@@ -81,7 +84,7 @@ class OcrReward(PerSampleReward):
     def score_one(self, sample: RewardSample) -> RewardResult:
         lines = self._engine.read(sample.image)
         words = [word for line in lines for word in re.split(r"\s+", line.text)]
-        targets = targets_of(sample.prompt, sample.metadata, ignore_case=self.ignore_case)
+        targets = self.target_of(sample.prompt, sample.metadata)
         match = match_texts(targets, words, ignore_case=self.ignore_case)
         components = {
             "exact": match.exact,

@@ -140,6 +140,14 @@ class ShapesReward(PerSampleReward):
         else:
             parse_target(prompt, metadata)
 
+    def target_of(self, prompt: str, metadata: Mapping[str, Any]) -> Any:
+        asked = ("include", "exclude", "background")
+        return (
+            {k: metadata[k] for k in asked if k in metadata}
+            if "include" in metadata
+            else parse_target(prompt, metadata)
+        )
+
     def score_one(self, sample: RewardSample) -> RewardResult:
         scene = read_scene(sample.image)
         if "include" in sample.metadata:

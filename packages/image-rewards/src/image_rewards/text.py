@@ -13,9 +13,18 @@ from typing import Any
 
 from image_rewards.errors import RewardTargetError
 
-# Text between a pair of double quotes of any script; between single ones only where they cannot be apostrophes.
+# Text between a pair of quotes of any script. A mark behind a number is inches or feet (24", 6', 12 " wide); a single quote between
+# letters is an apostrophe, and so is one before a clipped word ('n', 'til, '90s): none of these opens a quote.
+_NUMBER = r"(?<![\d¼½¾⅓⅔⅛⅜⅝⅞])(?!(?<=[\d\"']\s).\s)"
+_CLIPPED = (
+    r"(?!(?<!letter\s)(?<!says\s)(?<!reads\s)(?<!word\s)(?<!sign\s)(?<=\w\s).[nN]['’]\s\w)"
+    r"(?!.(?:tis|twas|til|till|em|cause|cuz|bout|round|\d\ds?)\b(?!['’]))"
+)
 _QUOTED = re.compile(
-    r'"([^"]*)"|“([^”]*)”|„([^“”]*)[“”]|«([^»]*)»|「([^」]*)」|『([^』]*)』|‘([^’]*)’(?!\w)|(?<!\w)\'([^\']*)\'(?!\w)'
+    rf'{_NUMBER}(?!(?<=").\s)"([^"]*)"'
+    r"|“([^”]*)”|„([^“”]*)[“”]|«([^»]*)»|「([^」]*)」|『([^』]*)』"
+    rf"|{_CLIPPED}‘((?:[^’]|(?<=\w)’(?=\w))*)’(?!\w)"
+    rf"|(?<![\w']){_NUMBER}{_CLIPPED}'((?:[^']|(?<=\w)'(?=\w))*)'(?!\w)"
 )
 _OUTER_PAIRS = (('"', '"'), ("“", "”"), ("„", "“"), ("«", "»"), ("「", "」"), ("『", "』"))
 _LOOKALIKES = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "‐": "-", "‑": "-", "–": "-", "—": "-", "−": "-"})

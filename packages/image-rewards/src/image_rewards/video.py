@@ -52,6 +52,9 @@ class VideoReward(Reward):
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         self.inner.check_target(prompt, metadata)
 
+    def target_of(self, prompt: str, metadata: Mapping[str, Any]) -> Any:
+        return self.inner.target_of(prompt, metadata)
+
     def close(self) -> None:
         self.inner.close()
 

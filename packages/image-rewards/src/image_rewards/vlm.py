@@ -98,6 +98,11 @@ class VlmReward(Reward):
         elif not prompt:
             raise RewardTargetError("vlm: there is no prompt to grade the picture against.")
 
+    def target_of(self, prompt: str, metadata: Mapping[str, Any]) -> Any:
+        if self.task == "ocr":
+            return targets_of(prompt, metadata)
+        return metadata.get("questions") if self.task == "questions" else None
+
     def score_valid(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         with ThreadPoolExecutor(min(self.concurrency, len(samples)), "vlm-reward") as threads:
             return list(threads.map(self._ask, samples))

@@ -36,7 +36,7 @@ MAIN_KEYS = """\
   trainer.on_existing=resume       or delete, or raise          actor.optim.lr=1e-3       learning rate
   trainer.seed=0                   of everything random         model.lora_rank=16        size of the adapter
   model.path=FOLDER                or a Hugging Face Hub id     reward.name=ocr           any reward of image_rewards
-  data.train_file=FILE             JSON lines with "prompt"     ray.address=auto          join a running Ray cluster"""
+  data.train_file=FILE             or a folder, or [a,b]        ray.address=auto          join a running Ray cluster"""
 
 
 def _summary(recipe: Path) -> str:

@@ -53,10 +53,11 @@ __all__ = [
 
 @dataclass
 class DataConfig:
-    """Prompts: a JSON-lines file with `prompt` and optional `metadata` and `negative_prompt` on each line, or `builtin:NAME`."""
+    """Prompts. A file is JSON lines, a JSON list, text, CSV, TSV or Parquet, or a folder of these, or `builtin:NAME`; `[a,b]` is a
+    list of them. A prompt may bring `negative_prompt` and `metadata`; see `image_rewards.prompt_files`."""
 
-    train_file: str = "builtin:tiny_shapes_train"
-    val_file: str = "builtin:tiny_shapes_heldout"
+    train_file: str | list[str] = "builtin:tiny_shapes_train"
+    val_file: str | list[str] = "builtin:tiny_shapes_heldout"
     prompts_per_step: int = 6
     """P; each prompt is sampled `rollout.n` times."""
     val_max_prompts: int = 48

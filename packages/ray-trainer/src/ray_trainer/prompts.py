@@ -1,11 +1,10 @@
-"""Prompts from a JSON-lines file: checked when they are loaded, drawn as a function of (seed, step).
+"""Prompts from files: checked when they are loaded, drawn as a function of (seed, step).
 
 Which prompts a step sees depends on nothing but the seed and the step's number, so a resumed run needs no loader state.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,48 +15,41 @@ from ray_trainer.errors import TrainerError
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of a prompt file. `uid` names the line, never its text: two lines with one text are two prompts."""
+    """One line of a prompt file. `uid` names the line, never its text: two lines with one text are two prompts. `where` is the
+    file and line for messages."""
 
     uid: str
     text: str
     negative: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    where: str = ""
 
 
-def load_prompts(location: str) -> list[Prompt]:
-    """Read a prompt file.
+def load_prompts(location: str | list[str]) -> list[Prompt]:
+    """Read prompt files.
 
     Args:
-        location: path of a JSON-lines file, or `builtin:NAME`. Each line is an object with a non-empty string `prompt`, and
-            optionally `negative_prompt` (string) and `metadata` (object).
+        location: a file, a folder or `builtin:NAME`, or a list of them; `image_rewards.prompt_files` says which kinds of files are
+            read and what their fields mean.
 
     Raises:
-        TrainerError: the file is missing or empty, or a line is broken; the message names the file and the line.
+        TrainerError: a file is missing or empty, or a line is broken; the message names the file and the line.
     """
-    path = resolve("prompts", location)
-    if not path.is_file():
-        raise TrainerError(f"there is no prompt file {location!r}; give a path to a JSON-lines file as data.train_file")
-    prompts: list[Prompt] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise TrainerError(f"{where} is not JSON ({error.msg} at column {error.colno}): {line[:80]!r}") from error
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
-            raise TrainerError(f'{where} needs a non-empty text under "prompt", got {line[:80]!r}')
-        negative, metadata = row.get("negative_prompt"), row.get("metadata", {})
-        if not isinstance(negative, str | None) or not isinstance(metadata, dict):
-            raise TrainerError(f'{where}: "negative_prompt" must be a text and "metadata" an object, got {line[:80]!r}')
-        unknown = set(row) - {"prompt", "negative_prompt", "metadata"}
-        if unknown:
-            raise TrainerError(f'{where} has unknown fields {sorted(unknown)}; put your own under "metadata"')
-        prompts.append(Prompt(uid=f"line{number}", text=row["prompt"], negative=negative, metadata=metadata))
-    if not prompts:
-        raise TrainerError(f"prompt file {location!r} holds no prompt; write one JSON object a line")
-    return prompts
+    from image_rewards.errors import RewardError
+    from image_rewards.prompt_files import read_prompts
+
+    locations = [location] if isinstance(location, str) else location
+    try:
+        rows = read_prompts([resolve("prompts", name) for name in locations])
+    except RewardError as error:
+        raise TrainerError(str(error)) from error
+    files = list(dict.fromkeys(row.file for row in rows))
+    # The first file's lines are named as if it were alone, so that adding a file leaves their noise as it was.
+    names = {file: f"file{i + 1}-" if i else "" for i, file in enumerate(files)}
+    return [
+        Prompt(f"{names[row.file]}line{row.number}", row.prompt, row.negative_prompt, row.metadata, row.where)
+        for row in rows
+    ]
 
 
 class PromptSampler:

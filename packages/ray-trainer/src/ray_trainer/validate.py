@@ -46,7 +46,7 @@ def _check_model(model: DiffusionModelConfig) -> tuple[str, list[str]]:
     return pipeline, []
 
 
-def _check_reward(config: RunConfig, prompts: dict[str, list[Prompt]]) -> None:
+def _check_reward(config: RunConfig, prompts: list[Prompt]) -> None:
     """The reward's name and options, and that every prompt holds the target which the reward needs.
 
     The reward made here reads targets only; the ones that score are made in their workers.
@@ -58,14 +58,7 @@ def _check_reward(config: RunConfig, prompts: dict[str, list[Prompt]]) -> None:
     name, options = config.reward.name, config.reward.options
     try:
         reward = load(name, **options)
-        check_prompts(
-            reward,
-            (
-                (f"{file}, {p.uid.replace('line', 'line ')}", p.text, p.metadata)
-                for file, ps in prompts.items()
-                for p in ps
-            ),
-        )
+        check_prompts(reward, ((p.where, p.text, p.metadata) for p in prompts))
     except RewardError as error:
         lines = str(error).splitlines()
         raise TrainerError(f"reward {name!r} with options {options!r}: {' '.join(lines[:2])}") from error
@@ -95,7 +88,7 @@ def validate_config(config: RunConfig) -> list[str]:
     pipeline, notes = _check_model(config.model)
     train, val = load_prompts(d.train_file), load_prompts(d.val_file)
     PromptSampler(train, d.prompts_per_step, t.seed)
-    _check_reward(config, {d.train_file: train, d.val_file: val})
+    _check_reward(config, [*train, *val])
     require(r.n >= 2, f"rollout.n={r.n} is too small: advantages compare the samples of one prompt, so give at least 2")
     require(
         config.reward.policy in ("required", "skip", "value"),

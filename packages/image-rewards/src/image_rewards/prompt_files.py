@@ -1,0 +1,319 @@
+"""Prompt files as people have them: JSON lines, a JSON list, plain text, CSV, TSV, Parquet; one file, several, or a folder.
+
+    .jsonl .ndjson   an object a line: {"prompt": "...", "negative_prompt": "...", "metadata": {...}, ...}
+    .json            a list of such objects or of texts (JSON lines are read too)
+    .txt             a prompt a line
+    .csv .tsv        a header line, then a prompt a line; cells may hold numbers, JSON objects and lists
+    .parquet         a prompt a row (needs pyarrow)
+
+The prompt is `prompt`, else `caption`, else `text`. `null`, NaN and an empty cell mean absent. `metadata` may be JSON text. Every
+other field is metadata, so GenEval's own files are read as they are.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import csv
+import difflib
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from image_rewards.errors import PromptFileError, missing_extra
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv", ".parquet")
+PROMPT_NAMES = ("prompt", "caption", "text")
+_MARKS = (  # the longer ones first: UTF-32's begins with UTF-16's
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+    (codecs.BOM_UTF8, "utf-8-sig"),
+)
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt: its file, its number there (the line; in a JSON list or Parquet file the entry, from 1), and what it holds."""
+
+    file: Path
+    number: int
+    prompt: str
+    negative_prompt: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    unit: str = "line"
+
+    @property
+    def where(self) -> str:
+        """Names the prompt in messages."""
+        return f"{self.file}, {self.unit} {self.number}"
+
+
+def prompt_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+    """The files behind a path or a list of paths. A folder means its files of a known suffix, by name, without its subfolders.
+
+    Raises:
+        PromptFileError: a path that is not there, a folder without a prompt file, or a file named twice.
+    """
+    given = [paths] if isinstance(paths, str | Path) else list(paths)
+    if not given:
+        raise PromptFileError("the list of prompt files is empty; name at least one file")
+    files: list[Path] = []
+    for path in map(Path, given):
+        if path.is_dir():
+            inside = sorted(
+                f for f in path.iterdir() if f.is_file() and f.suffix.lower() in SUFFIXES and f.name[0] != "."
+            )
+            if not inside:
+                raise PromptFileError(f"the folder {str(path)!r} holds no prompt file ({', '.join(SUFFIXES)})")
+            files += inside
+        elif path.is_file():
+            files.append(path)
+        else:
+            hint = "; several files are a list: [a.jsonl,b.jsonl]" if "," in str(path) else ""
+            raise PromptFileError(
+                f"there is no prompt file {str(path)!r}; give a file, a folder or a list of them{hint}"
+            )
+    real = [file.resolve() for file in files]
+    twice = [file for file, name in zip(files, real, strict=True) if real.count(name) > 1]
+    if twice:
+        raise PromptFileError(f"prompt file {str(twice[0])!r} is named twice; its prompts would count double")
+    return files
+
+
+def read_prompts(paths: str | Path | Sequence[str | Path]) -> list[PromptRow]:
+    """Every prompt of the files, in order. Equal texts stay separate prompts.
+
+    Raises:
+        PromptFileError: what `prompt_files` refuses, or a file that cannot be read or holds no prompt; the message names the file,
+            the line and what is wrong.
+    """
+    return [row for file in prompt_files(paths) for row in _read(file)]
+
+
+def _read(file: Path) -> list[PromptRow]:
+    kind = file.suffix.lower()
+    unit = "line"
+    if kind == ".parquet":
+        found, unit = _parquet(file), "row"
+    else:
+        text = _text(file)
+        start = text.lstrip()[:1]
+        if kind in (".csv", ".tsv"):
+            found = _table(file, text, kind)
+        elif start and start in "{[" and (kind != ".txt" or _is_json(text)):
+            whole = None if kind in (".jsonl", ".ndjson") and start == "{" else _whole(text)
+            if whole is not None:
+                found, unit = enumerate(whole, 1), "entry"
+            elif start == "{":
+                found = _lines(file, text)
+            else:
+                raise PromptFileError(f"{file}{_fault(text)}; a JSON file is a list of objects or of texts")
+        elif kind in (".txt", ".jsonl", ".ndjson", ".json"):
+            found = _plain(text) if kind == ".txt" else _lines(file, text)
+        else:
+            raise PromptFileError(
+                f"{file}: it is not clear what a file named {file.name!r} holds; end its name with one of {', '.join(SUFFIXES)}"
+            )
+    rows = [_row(file, unit, number, value) for number, value in found]
+    if not rows:
+        raise PromptFileError(f"prompt file {str(file)!r} holds no prompt; write one a line")
+    return rows
+
+
+def _text(file: Path) -> str:
+    """A file's text: UTF-8, or what its byte-order mark says."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise PromptFileError(f"{file} cannot be read: {error}") from error
+    if data.startswith(b"version https://git-lfs"):
+        raise PromptFileError(f"{file} is a git-LFS pointer, not the file itself; fetch it with `git lfs pull`")
+    if data.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
+        raise PromptFileError(f"{file} is an HTML page, not a prompt file; download the raw file")
+    encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        line = len(re.findall(rb"\r\n|\n|\r", data[: error.start])) + 1 if encoding.startswith("utf-8") else 0
+        where = f"line {line}, byte {error.start}" if line else f"byte {error.start}"
+        raise PromptFileError(
+            f"{file}, {where}: 0x{data[error.start]:02x} is no {encoding.removesuffix('-sig').upper()}; "
+            "save the file as UTF-8"
+        ) from error
+    if "\0" in text:
+        line = len(_split(text[: text.index("\0")]))
+        raise PromptFileError(
+            f"{file}, line {line}: holds zero bytes (UTF-16 without its mark, or no text at all); save the file as UTF-8"
+        )
+    return text
+
+
+def _split(text: str) -> list[str]:
+    """Lines end at \\n, \\r\\n or \\r; U+2028, U+0085 and the like are letters of a prompt, which `splitlines` does not know."""
+    return re.split(r"\r\n|\n|\r", text)
+
+
+def _plain(text: str) -> Iterator[tuple[int, Any]]:
+    return ((number, line.strip()) for number, line in enumerate(_split(text), 1) if line.strip())
+
+
+def _is_json(text: str) -> bool:
+    """Whether a .txt file is JSON after all: all of it, or its first line."""
+    try:
+        return _whole(text) is not None or isinstance(json.loads(_split(text.lstrip())[0]), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _whole(text: str) -> list[Any] | None:
+    """The entries of a text that is one JSON list, or one object that is a prompt; None when it is neither."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, dict):
+        return [value]
+    return value if isinstance(value, list) and all(isinstance(v, str | dict) for v in value) else None
+
+
+def _fault(text: str) -> str:
+    """Where and why a text is no JSON, for a message that begins with the file's name."""
+    try:
+        return f" holds {json.loads(text)!r:.80}"
+    except json.JSONDecodeError as error:
+        return f", line {error.lineno} is not JSON ({error.msg} at column {error.colno})"
+    except (ValueError, RecursionError) as error:
+        return f" cannot be read: {error}"
+
+
+def _lines(file: Path, text: str) -> Iterator[tuple[int, Any]]:
+    for number, line in _plain(text):
+        try:
+            yield number, json.loads(line)
+        except json.JSONDecodeError as error:
+            raise PromptFileError(
+                f"{file}, line {number} is not JSON ({error.msg} at column {error.colno}): {line[:80]!r}"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise PromptFileError(f"{file}, line {number} cannot be read: {error}") from error
+
+
+def _table(file: Path, text: str, kind: str) -> Iterator[tuple[int, Any]]:
+    """Rows of a CSV or TSV. A .csv may be cut by semicolons or tabs, as some spreadsheets write it."""
+    first = _split(text.lstrip("\r\n"))[0]
+    cuts = "\t" if kind == ".tsv" else ",;\t"
+    headers = {cut: [cell.strip() for cell in next(csv.reader([first], delimiter=cut), [])] for cut in cuts}
+    cut = next((c for c in cuts if any(name.lower() in PROMPT_NAMES for name in headers[c])), cuts[0])
+    names = [name.lower() if name.lower() in (*PROMPT_NAMES, "metadata") else name for name in headers[cut]]
+    if not set(names) & set(PROMPT_NAMES):
+        raise PromptFileError(
+            f"{file}, line 1 names no column {' or '.join(PROMPT_NAMES)}, only {', '.join(map(repr, names))[:80]}; "
+            "write a header line"
+        )
+    twice = [name for name in names if name and names.count(name) > 1]
+    if twice:
+        raise PromptFileError(f"{file}, line 1 names the column {twice[0]!r} twice")
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=cut, strict=True)
+    number, head = 1, True
+    try:
+        for cells in rows:
+            start, number = number, rows.line_num + 1
+            if not any(cell.strip() for cell in cells):
+                continue
+            if head:
+                head = False
+                continue
+            if len(cells) != len(names):
+                raise PromptFileError(
+                    f"{file}, line {start} has {len(cells)} cells for {len(names)} columns; put a prompt that holds "
+                    f"{cut!r} in double quotes"
+                )
+            yield (
+                start,
+                {
+                    n or f"column {i + 1}": _cell(n, c)
+                    for i, (n, c) in enumerate(zip(names, cells, strict=True))
+                    if c.strip()
+                },
+            )
+    except csv.Error as error:
+        raise PromptFileError(f"{file}, line {number} is no {kind[1:].upper()}: {error}") from error
+
+
+def _cell(name: str, cell: str) -> Any:
+    """A cell is text; outside the prompt's columns, a number, a JSON object or a JSON list is one."""
+    if name not in (*PROMPT_NAMES, "negative_prompt") and re.match(r"\s*([{\[]|-?\d)", cell):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(cell)
+    return cell
+
+
+def _parquet(file: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise missing_extra("pyarrow", "parquet", f"the Parquet file {str(file)!r}") from error
+    try:
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise PromptFileError(f"{file} is no readable Parquet file: {str(error).splitlines()[0]}") from error
+    return enumerate(rows, 1)
+
+
+def _row(file: Path, unit: str, number: int, value: Any) -> PromptRow:
+    where = f"{file}, {unit} {number}"
+    given = {"prompt": value} if isinstance(value, str) else value
+    if not isinstance(given, Mapping):
+        raise PromptFileError(f'{where} needs a non-empty text under "prompt", got {_short(value)}')
+    given = _without_nulls(given)
+    name = next((n for n in PROMPT_NAMES if n in given), "prompt")
+    text, negative = given.pop(name, None), given.pop("negative_prompt", None)
+    if not isinstance(text, str) or not text.strip():
+        raise PromptFileError(f'{where} needs a non-empty text under "{name}", got {_short(value)}')
+    if not isinstance(negative, str | None):
+        raise PromptFileError(f'{where}: "negative_prompt" must be a text, got {negative!r:.80}')
+    metadata = given.pop("metadata", {})
+    if isinstance(metadata, str):
+        metadata = _metadata_text(metadata, where)
+    if not isinstance(metadata, dict):
+        raise PromptFileError(f'{where}: "metadata" must be an object, got {metadata!r:.80}')
+    for key, other in given.items():
+        if difflib.SequenceMatcher(None, str(key).lower(), "negative_prompt").ratio() > 0.85:
+            raise PromptFileError(f'{where}: the field {key!r} looks like "negative_prompt"; write it so')
+        if key in metadata and metadata[key] != other:
+            raise PromptFileError(f"{where}: {key!r} stands both beside and in the metadata, with two values; keep one")
+        metadata[str(key)] = other
+    try:  # halves of a surrogate pair can be written in JSON, and no tokenizer takes them
+        (text + (negative or "") + json.dumps(metadata, allow_nan=False, ensure_ascii=False)).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptFileError(f"{where} holds half of a surrogate pair ({error.object[error.start]!r})") from error
+    except (TypeError, ValueError) as error:
+        raise PromptFileError(
+            f"{where}: metadata must be JSON ({error}); leave out columns that hold pictures or dates"
+        ) from error
+    return PromptRow(file, number, text, negative, metadata, unit)
+
+
+def _metadata_text(text: str, where: str) -> Any:
+    try:
+        return _without_nulls(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise PromptFileError(f'{where}: "metadata" must be an object, got the text {text[:80]!r}') from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """`value` without the keys whose value is null (NaN too, as data frames write it), at every depth."""
+    if isinstance(value, Mapping):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None and v == v}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
+def _short(value: Any) -> str:
+    return repr(json.dumps(value, ensure_ascii=False, default=str)[:80])
