@@ -162,7 +162,8 @@ def test_lists_and_folders(tmp_path):
     assert texts(tmp_path) == ["two", "one"]
     assert texts([tmp_path / "b.txt", str(tmp_path / "below")]) == ["one", "three"]
     for paths, words in (
-        ([], "empty"),
+        ([], "no prompt file is named"),
+        ("", "no prompt file is named"),
         ("a,b", r"\[a.jsonl,b.jsonl\]"),
         ([tmp_path / "none.txt"], "there is no prompt file"),
         ([tmp_path, tmp_path / "b.txt"], "named twice"),

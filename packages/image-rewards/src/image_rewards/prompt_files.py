@@ -61,8 +61,8 @@ def prompt_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
         PromptFileError: a path that is not there, a folder without a prompt file, or a file named twice.
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
-    if not given:
-        raise PromptFileError("the list of prompt files is empty; name at least one file")
+    if not given or "" in given:
+        raise PromptFileError("no prompt file is named; give a file, a folder or a list of them")
     files: list[Path] = []
     for path in map(Path, given):
         if path.is_dir():
