@@ -112,6 +112,8 @@ def test_what_does_not_fit_is_refused(make_engine: Any, make_batch: Any, tmp_pat
         make_engine(model={"policy_state_adapters": ["default", "older"]}).load_checkpoint(path)
     with pytest.raises(CheckpointError, match="other policy states or targets"):
         make_engine(model={"target_modules": ["to_q", "img_in"]}).load_checkpoint(path)
+    with pytest.raises(CheckpointError, match="they would be lost"):
+        make_engine(model={"target_modules": ["to_q"]}).load_checkpoint(path)
     for file in (path / "weights").iterdir():
         file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="damaged"):

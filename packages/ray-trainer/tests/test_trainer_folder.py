@@ -5,6 +5,7 @@ import signal
 import pytest
 import torch
 from ray_trainer import checkpoint
+from ray_trainer.config import RunConfig, to_yaml
 from ray_trainer.errors import TrainerError, TrainingFailed
 from ray_trainer.failure import record_failure
 from ray_trainer.interrupt import StopRequest
@@ -13,31 +14,126 @@ from ray_trainer.schema import check
 from safetensors.torch import load_file
 from tensordict import NonTensorStack, TensorDict
 
+OURS = to_yaml(RunConfig())
+
+
+def a_run(folder):
+    """What a run leaves, a file of each kind."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(OURS)
+    for name in (
+        *(
+            "metrics.jsonl",
+            "report.html",
+            "environment.json",
+            "inputs.json",
+            "changes.jsonl",
+            "samples/step_000004/grid.png",
+        ),
+        *("samples/step_000004/full/0000.png", "samples/.step_000008.tmp/grid.png", "checkpoints/latest.json"),
+        *("checkpoints/step_000002/engine.json", "checkpoints/step_000002/weights/shard-00001.safetensors"),
+        *("checkpoints/.step_000004.writing/rng/rank0.safetensors", "lora/pytorch_lora_weights.safetensors"),
+        *("failures/step_000003/error.txt", "failures/step_000003/batch.safetensors"),
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+    return folder
+
 
 def test_policies_for_an_existing_folder(tmp_path):
     path = str(tmp_path / "run")
     check_run_dir(path, "raise")
-    first = open_run_dir(path, "raise", "a: 1\n")
-    assert not first.resuming
-    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    assert not open_run_dir(path, "raise").resuming
+    (tmp_path / "run").rmdir()
+    a_run(tmp_path / "run")
     with pytest.raises(TrainerError, match="trainer.on_existing=resume"):
         check_run_dir(path, "raise")
     check_run_dir(path, "resume")
-    again = open_run_dir(path, "resume", "a: 2\n")
+    again = open_run_dir(path, "resume")
     assert again.resuming
     assert again.metrics.exists()
-    fresh = open_run_dir(path, "delete", "a: 3\n")
+    check_run_dir(path, "delete")
+    fresh = open_run_dir(path, "delete")
     assert not fresh.resuming
-    assert not fresh.metrics.exists()
-    assert fresh.config.read_text() == "a: 3\n"
+    assert list(fresh.path.iterdir()) == []
     with pytest.raises(TrainerError, match="must be one of raise, resume, delete"):
         check_run_dir(path, "overwrite")
+
+
+def everything(place):
+    return sorted(str(p.relative_to(place)) for p in place.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        *(
+            "thesis.txt",
+            "samples/mine.png",
+            "checkpoints/step_000002/notes.md",
+            "lora/readme.md",
+            "runs/other/config.yaml",
+        ),
+        *(
+            "checkpoints/best/weights.safetensors",
+            "failures/step_000003/core",
+            ".git/config",
+            "samples/step_000004/grid.png.bak",
+        ),
+    ],
+)
+def test_a_run_with_anything_else_in_it_is_never_deleted(tmp_path, foreign):
+    run = a_run(tmp_path / "run")
+    (run / foreign).parent.mkdir(parents=True, exist_ok=True)
+    (run / foreign).write_text("years of work")
+    before = everything(tmp_path)
+    for call in (check_run_dir, open_run_dir):
+        with pytest.raises(TrainerError, match="was not written by a run"):
+            call(str(run), "delete")
+    assert everything(tmp_path) == before
+
+
+def test_links_parents_and_the_working_folder_are_never_deleted(tmp_path, monkeypatch):
+    run = a_run(tmp_path / "run")
+    (tmp_path / "link").symlink_to(run)
+    (tmp_path / "other").mkdir()
+    with pytest.raises(TrainerError, match="it is a link to"):
+        check_run_dir(str(tmp_path / "link"), "delete")
+    monkeypatch.chdir(run)
+    for name in (".", str(run), "checkpoints/.."):
+        with pytest.raises(TrainerError, match="holds the working folder"):
+            check_run_dir(name, "delete")
+    monkeypatch.chdir(run / "samples")
+    with pytest.raises(TrainerError, match="holds the working folder"):
+        check_run_dir("..", "delete")
+    monkeypatch.chdir(tmp_path)
+    for name in (".", "..", "run/samples", str(tmp_path)):
+        with pytest.raises(TrainerError, match="is no run folder"):
+            check_run_dir(name, "delete")
+    (run / "samples" / "away").symlink_to(tmp_path / "other")
+    with pytest.raises(TrainerError, match="'samples/away' in it was not written by a run"):
+        check_run_dir(str(run), "delete")
+    assert (run / "report.html").exists()
+
+
+@pytest.mark.parametrize("text", ["", "a: 1\n", "- 1\n", "app: {", "app: x\nmodel: {}\ntrainer: {}\n"])
+def test_a_folder_of_another_program_is_never_deleted(tmp_path, text):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(text)
+    with pytest.raises(TrainerError, match=r"is not one that a run wrote|is no YAML"):
+        check_run_dir(str(tmp_path / "run"), "delete")
+    assert (tmp_path / "run" / "config.yaml").exists()
 
 
 def test_a_foreign_folder_is_never_deleted(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(TrainerError, match="is no run folder"):
         check_run_dir(str(tmp_path), "delete")
+
+
+def test_a_name_that_is_too_long_is_refused(tmp_path):
+    with pytest.raises(TrainerError, match="cannot be a folder"):
+        check_run_dir(str(tmp_path / ("x" * 300)), "raise")
 
 
 def test_a_place_that_cannot_be_written(tmp_path):

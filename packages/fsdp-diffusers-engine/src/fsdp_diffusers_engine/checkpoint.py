@@ -150,6 +150,12 @@ def _load_tensors(engine: DiffusersFSDPEngine, path: Path, tensors: dict[str, Te
             f"{str(path)!r} has no {absent[0]!r} ({len(absent)} tensors missing; nearest {nearest(absent[0], stored, 2)}); "
             f"it was saved with other policy states or targets, use the config of that run"
         )
+    surplus = sorted(n for n in stored if n.startswith(("model.", "state.")) and n not in tensors)
+    if surplus and any(name.startswith("model.") for name in tensors):
+        raise CheckpointError(
+            f"{str(path)!r} holds {surplus[0]!r}, which this engine lacks ({len(surplus)} tensors in all): they would be lost; "
+            f"use the target_modules and policy_state_adapters of the run that saved it"
+        )
     for name in expected:
         size = tuple(stored[name].size)  # type: ignore[union-attr]
         if size != tuple(tensors[name].shape):

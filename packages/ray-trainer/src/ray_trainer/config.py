@@ -135,7 +135,9 @@ class LoopConfig:
     run_dir: str = ""
     """Folder of the run; empty makes a new one, runs/RECIPE-DATE-TIME."""
     on_existing: str = "raise"
-    """What to do when run_dir exists: raise, resume or delete."""
+    """What to do when run_dir exists: raise, resume or delete (a folder that holds a run and nothing else)."""
+    allow_config_change: list[str] = field(default_factory=list)
+    """Keys or sections that a resumed run may have otherwise than before; any other that decides results is refused."""
     seed: int = 0
     num_workers: int = 1
     """Training processes: one per GPU, or one on a CPU."""

@@ -3,17 +3,33 @@
 config.yaml      resolved config          metrics.jsonl   one row per step
 samples/         pictures of each validation               report.html     the whole run on one page
 checkpoints/     step_000040/ …           lora/           what diffusers' load_lora_weights loads
-failures/        the state of a step that failed
+failures/        the state of a step that failed            inputs.json     hashes of its prompts
+changes.jsonl    what a resumed run does otherwise           environment.json
 """
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from pathlib import Path
 
+from yaml import MappingNode
+
 from ray_trainer.errors import TrainerError
+from ray_trainer.values import read_yaml, section
 
 POLICIES = ("raise", "resume", "delete")
+
+_STEP = r"\.?step_\d+(\.\w+)?"
+_OURS = re.compile(
+    r"config\.yaml|(metrics|changes)\.jsonl(\.tmp)?|report\.html(\.tmp)?|(environment|inputs)\.json"
+    rf"|samples/{_STEP}/(grid\.png|index\.json|full/\d+\.png)"
+    rf"|checkpoints/(latest\.(json|tmp)|{_STEP}/([\w.-]+/)*[\w.-]+\.(safetensors|json|metadata|distcp|tmp))"
+    r"|lora/([\w.-]+/)*[\w.-]+\.(safetensors|json)"
+    r"|failures/step_\d+/[\w.-]+\.(txt|json|safetensors)"
+)
+"""Every file that a run writes, by its path inside the folder: what `delete` may remove."""
 
 
 class RunDir:
@@ -40,7 +56,10 @@ def check_run_dir(path: str, on_existing: str) -> None:
     if on_existing not in POLICIES:
         raise TrainerError(f"trainer.on_existing={on_existing!r} must be one of {', '.join(POLICIES)}")
     folder = Path(path)
-    exists = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    try:
+        exists = folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir())))
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        raise TrainerError(f"trainer.run_dir={path!r} cannot be a folder: {error.strerror}") from error
     if exists and on_existing == "raise":
         raise TrainerError(
             f"run folder {path!r} exists; add trainer.on_existing=resume to go on with it, trainer.on_existing=delete to "
@@ -50,12 +69,14 @@ def check_run_dir(path: str, on_existing: str) -> None:
         raise TrainerError(
             f"{path!r} exists and is no run folder (it has no config.yaml); choose another trainer.run_dir"
         )
+    if exists and on_existing == "delete":
+        _check_ours(folder)
     # The nearest existing ancestor must let us in. Asking the file system beats reading permission bits: root passes those.
     parent = folder
     while not parent.exists():
         parent = parent.parent
     try:
-        probe = parent / f".write-probe-{folder.name}"
+        probe = parent / f".write-probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
@@ -65,12 +86,37 @@ def check_run_dir(path: str, on_existing: str) -> None:
         ) from error
 
 
-def open_run_dir(path: str, on_existing: str, config_yaml: str) -> RunDir:
-    """Create, clear or reopen the folder and write `config.yaml` into it. Call `check_run_dir` first."""
+def _check_ours(folder: Path) -> None:
+    """Raise `TrainerError` unless the folder is a run of this program and holds nothing else: then it may be deleted."""
+    refused = f"trainer.on_existing=delete does not remove {str(folder)!r}: "
+    advice = "; move it away, or choose another trainer.run_dir"
+    whole, here = folder.resolve(), Path.cwd().resolve()
+    if folder.is_symlink():
+        raise TrainerError(
+            f"{refused}it is a link to {str(whole)!r}; give that folder itself, or another trainer.run_dir"
+        )
+    if whole in (here, *here.parents) or os.path.ismount(folder):
+        raise TrainerError(
+            f"{refused}it holds the working folder, or is a disk of its own; choose another trainer.run_dir"
+        )
+    config = read_yaml(folder / "config.yaml", str(folder / "config.yaml"))
+    if not isinstance(config, MappingNode) or not {"app", "model", "actor", "rollout", "trainer"} <= set(
+        section(config)
+    ):
+        raise TrainerError(f"{refused}its config.yaml is not one that a run wrote{advice}")
+    for place, folders, files in os.walk(folder):
+        for name in files + [name for name in folders if os.path.islink(os.path.join(place, name))]:
+            inside = Path(place, name).relative_to(folder).as_posix()
+            if not _OURS.fullmatch(inside) or os.path.islink(folder / inside):
+                raise TrainerError(f"{refused}{inside!r} in it was not written by a run{advice}")
+
+
+def open_run_dir(path: str, on_existing: str) -> RunDir:
+    """Create, clear or reopen the folder; `resume.begin` then writes what the run is made of. Call `check_run_dir` first."""
     folder = Path(path)
-    if on_existing == "delete" and folder.exists():
+    if on_existing == "delete" and (folder / "config.yaml").is_file():
+        _check_ours(folder)  # again: time has passed since the first look
         shutil.rmtree(folder)
     resuming = on_existing == "resume" and (folder / "config.yaml").is_file()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(config_yaml, encoding="utf-8")
     return RunDir(folder, resuming)

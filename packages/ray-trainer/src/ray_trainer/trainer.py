@@ -20,8 +20,8 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from ray_trainer import checkpoint, schema
-from ray_trainer.config import RunConfig, to_yaml
+from ray_trainer import checkpoint, resume, schema
+from ray_trainer.config import RunConfig
 from ray_trainer.errors import Interrupted, TrainerError, TrainingFailed
 from ray_trainer.failure import first_cause, is_out_of_memory, less_memory, record_failure, words
 from ray_trainer.group import WorkerGroup
@@ -30,8 +30,11 @@ from ray_trainer.prompts import Prompt, PromptSampler, load_prompts
 from ray_trainer.report import (
     LiveLine,
     MetricsWriter,
+    comparable,
     compare,
+    load_changes,
     load_validations,
+    save_changes,
     save_environment,
     save_validation,
     summarize,
@@ -56,7 +59,9 @@ class RayDiffusionTrainer(ABC):
         self.config, self.echo = config, echo
         loop, data = config.trainer, config.data
         self.prompts = PromptSampler(load_prompts(data.train_file), data.prompts_per_step, loop.seed)
-        self.val_prompts = load_prompts(data.val_file)[: data.val_max_prompts]
+        held_out = load_prompts(data.val_file)
+        self.val_prompts = held_out[: data.val_max_prompts]
+        self.inputs = {"data.train_file": self.prompts.prompts, "data.val_file": held_out}
 
     # ---- the hook of an algorithm -------------------------------------------------------------------------------------------
 
@@ -98,8 +103,10 @@ class RayDiffusionTrainer(ABC):
         stack.callback(self._quietly, lambda: self._runner.run(self.sampler.close()))
         self.rollouts = Rollouts(self.config, self.sampler)
         stack.callback(self._quietly, self.rollouts.close)
-        self.run = open_run_dir(loop.run_dir, loop.on_existing, to_yaml(self.config))
-        save_environment(self.run.path, self.workers.call("describe")[0])
+        self.changes = resume.differences(self.config, self.inputs)
+        self.run = open_run_dir(loop.run_dir, loop.on_existing)
+        if not self.run.resuming:
+            resume.begin(self.run, self.config, self.inputs)
 
     def _quietly(self, close: Callable[[], object]) -> None:
         """Close something; that it fails may not hide why the run ended."""
@@ -139,6 +146,10 @@ class RayDiffusionTrainer(ABC):
             self.writer.truncate_after(done)
             truncate_validations(self.run.path, done)
             self.echo(f"resuming {self.run.path} after step {done}")
+        # Only now: what the workers refuse leaves the folder as it was.
+        save_changes(self.run.path, done or 0, self.changes if done else [])
+        resume.begin(self.run, self.config, self.inputs)
+        save_environment(self.run.path, self.workers.call("describe")[0])
         # The first sync: no sample is drawn before the sampler has proved that it holds the trainer's weights.
         self.sync(done or 0)
         return done or 0
@@ -325,11 +336,15 @@ class RayDiffusionTrainer(ABC):
 
     def summary(self) -> list[str]:
         """What a person reads at the end: before → after of every validated number, with paired standard errors."""
-        validations = load_validations(self.run.path)
+        every, changes = load_validations(self.run.path), load_changes(self.run.path)
+        validations = comparable(every, changes)
+        lines = [f"from step {change.step} on with another {change}" for change in changes]
+        if len(validations) < len(every):
+            lines.append("validations before and after a change of what they measure are not compared")
         if len(validations) < 2:
-            return []
+            return lines
         first, last = validations[0], validations[-1]
-        lines = [
+        lines += [
             "",
             f"step {first.step} → {last.step} on {len(self.val_prompts)} held-out prompts × {self.config.rollout.val_kwargs.n} "
             "seeds (same prompts and seeds; ± is one standard error, clustered by prompt)",

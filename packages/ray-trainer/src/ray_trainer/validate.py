@@ -11,6 +11,7 @@ from ray_trainer.errors import TrainerError
 from ray_trainer.models import ARCHITECTURES, locate, pipeline_class, read_index
 from ray_trainer.prompts import Prompt, PromptSampler, load_prompts
 from ray_trainer.ranges import check_ranges
+from ray_trainer.resume import check_resume
 from ray_trainer.run_dir import check_run_dir
 from ray_trainer.validate_algorithm import check_algorithm, require
 
@@ -110,6 +111,7 @@ def validate_config(config: RunConfig) -> list[str]:
     ):
         require(value % t.num_workers == 0, f"{key} = {value} must divide by trainer.num_workers={t.num_workers}")
     check_run_dir(t.run_dir, t.on_existing)
+    notes += check_resume(config, {"data.train_file": train, "data.val_file": val})
     samples = d.prompts_per_step * r.n
     held_out = min(len(val), d.val_max_prompts)
     return [

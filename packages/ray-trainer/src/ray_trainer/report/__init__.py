@@ -3,6 +3,7 @@
 Pure functions over files; needs numpy and Pillow, imports neither torch nor Ray.
 """
 
+from .changes import comparable, load_changes, save_changes
 from .environment import save_environment
 from .errors import ReportError
 from .gallery import load_validations, save_validation, truncate_validations
@@ -17,9 +18,12 @@ __all__ = [
     "MetricsWriter",
     "ReportError",
     "before_after_png",
+    "comparable",
     "compare",
+    "load_changes",
     "load_validations",
     "read_metrics",
+    "save_changes",
     "save_environment",
     "save_validation",
     "summarize",

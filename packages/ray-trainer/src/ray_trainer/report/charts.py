@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from html import escape
 
+from . import svg
 from .metrics import NON_FINITE_KEY
-from .svg import Point, Series, line_chart, number, sparkline
+from .svg import Point, Series, number, sparkline
 
 Rows = Sequence[dict[str, float]]
 
 _NOT_A_PART = {"reward", "strict", "clean", "parts", "off"}
 
 
-def curves(rows: Rows) -> str:
-    """The main charts of a run: what it was for first, then how the policy moved, then what it cost."""
+def curves(rows: Rows, marks: Sequence[float] = ()) -> str:
+    """The main charts of a run: what it was for first, then how the policy moved, then what it cost. `marks` are steps."""
+    line_chart = partial(svg.line_chart, marks=marks)
+    _chart = partial(_of_metrics, marks=marks)
     judged = [
         line_chart(
             "Reward",
@@ -106,11 +110,11 @@ def points(rows: Rows, key: str | None) -> list[Point]:
     return [(row["step"], row[key]) for row in rows if key in row] if key else []
 
 
-def _chart(rows: Rows, title: str, keys: dict[str, str], note: str = "") -> str:
+def _of_metrics(rows: Rows, title: str, keys: dict[str, str], note: str = "", marks: Sequence[float] = ()) -> str:
     """A chart of training metrics by name; the axis includes zero, which all of them are measured from."""
     shown = [(key, label) for key, label in keys.items() if any(key in row for row in rows)]
     series = [Series(label, points(rows, key), f"c{1 + i}", "smooth") for i, (key, label) in enumerate(shown)]
-    return line_chart(title, series, note=note, floor=0.0)
+    return svg.line_chart(title, series, note=note, floor=0.0, marks=marks)
 
 
 def _validated(rows: Rows, name: str, label: str, colour: str) -> Series:

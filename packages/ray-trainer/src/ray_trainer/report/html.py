@@ -13,13 +13,14 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 
+from .changes import comparable, load_changes
 from .charts import all_metrics, curves, step_seconds
 from .environment import load_environment
 from .errors import ReportError
 from .gallery import Validation, load_validations
 from .live import duration
 from .metrics import read_metrics
-from .sections import before_after, changes, changes_table, over_time, prompt_table
+from .sections import before_after, changes, changes_list, changes_table, over_time, prompt_table
 from .stats import Change
 from .svg import number
 
@@ -45,10 +46,15 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 def render(run: Path) -> str:
     """The page as a string."""
     rows = read_metrics(run)
-    validations = load_validations(run)
+    changed = load_changes(run)
+    validations = comparable(load_validations(run), changed)
     config = run / "config.yaml"
     sections: list[tuple[str, str, str, str]] = []  # id, title, explanation, body
     moved: list[Change] = []
+    if changed:
+        text = "The run went on by another config; a dashed line in each curve marks the step. Validations are compared only "
+        text += "with those that measure the same: pictures and numbers below are of the last stretch."
+        sections.append(("changes", "Changed on the way", text, changes_list(changed)))
     if len(validations) > 1:
         first, last = validations[0], validations[-1]
         moved = changes(first, last)
@@ -67,7 +73,7 @@ def render(run: Path) -> str:
     film = over_time(validations)
     if film:
         sections.append(("film", "Over training", "One seed of six prompts, evenly picked from the list.", film))
-    charts = curves(rows)
+    charts = curves(rows, [change.step for change in changed])
     if charts:
         sections.append(("curves", "Curves", "", charts))
     if len(validations) > 1:

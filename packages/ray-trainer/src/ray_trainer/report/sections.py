@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TypeVar
 
+from .changes import ConfigChange
 from .gallery import SampleRecord, Validation
 from .sprites import data_uri, position, sheet
 from .stats import Change, Estimate, compare, measures, paired_rows, per_prompt
@@ -111,6 +112,17 @@ def changes_table(changes: Sequence[Change]) -> str:
     head = "<tr><th></th><td>before</td><td>after</td><td>difference</td><td>in standard errors</td></tr>"
     body = "".join(lines)
     return f'<div class="scroll fit"><table class="changes"><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+
+
+def changes_list(changed: Sequence[ConfigChange]) -> str:
+    """Each key that a resumed run has otherwise, with the step from which on."""
+    lines = "".join(
+        f"<tr><th><code>{escape(change.key)}</code></th><td>{change.step}</td><td>{escape(str(change.before))}</td>"
+        f"<td>{escape(str(change.after))}</td></tr>"
+        for change in changed
+    )
+    head = "<tr><th>key</th><td>after step</td><td>before</td><td>since</td></tr>"
+    return f'<div class="scroll fit"><table class="changes"><thead>{head}</thead><tbody>{lines}</tbody></table></div>'
 
 
 def prompt_table(before: Validation, after: Validation) -> str:

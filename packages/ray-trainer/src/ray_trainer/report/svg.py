@@ -31,8 +31,11 @@ class Series:
     spread: Sequence[float] | None = None
 
 
-def line_chart(title: str, series: Sequence[Series], *, note: str = "", floor: float | None = None) -> str:
-    """A figure with title, legend and curves. `floor` is a value that the vertical axis must include."""
+def line_chart(
+    title: str, series: Sequence[Series], *, note: str = "", floor: float | None = None, marks: Sequence[float] = ()
+) -> str:
+    """A figure with title, legend and curves. `floor` is a value that the vertical axis must include, `marks` are places on
+    the horizontal one that get a dashed line."""
     drawn = [_binned(_finite(s)) for s in series]
     drawn = [s for s in drawn if s.points]
     if not drawn:
@@ -45,6 +48,11 @@ def line_chart(title: str, series: Sequence[Series], *, note: str = "", floor: f
     axes = _Axes(x_low, x_high, y_low, y_high)
     body = [_grid(axes, nice_ticks(x_low, x_high, 5), y_ticks)]
     body += [_curve(axes, s) for s in drawn]
+    body += [
+        f'<line class="mark" x1="{axes.x(m):.1f}" x2="{axes.x(m):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+        for m in dict.fromkeys(marks)
+        if x_low <= m <= x_high
+    ]
     data = [{"l": s.label, "c": s.colour, "p": [[_short(x), _short(y)] for x, y in s.points]} for s in drawn]
     legend = (
         "".join(f'<span class="{s.colour}"><i></i>{escape(s.label)}</span>' for s in drawn) if len(drawn) > 1 else ""

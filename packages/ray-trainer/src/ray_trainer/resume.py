@@ -1,0 +1,145 @@
+"""Going on with a run: only by the config that it began with, but for what a person allows and what decides no result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ray_trainer import checkpoint
+from ray_trainer.config import RunConfig, known_keys, to_yaml
+from ray_trainer.errors import TrainerError
+from ray_trainer.prompts import Prompt
+from ray_trainer.report.changes import ConfigChange, within
+from ray_trainer.run_dir import RunDir
+from ray_trainer.values import free, parse_yaml, read_yaml
+
+__all__ = ["ALWAYS", "NEVER", "begin", "check_resume", "differences"]
+
+ALWAYS = (
+    # how long and how often, where, and what is kept
+    *("recipe", "trainer.total_steps", "trainer.val_before_train", "trainer.val_every", "trainer.save_every"),
+    *("trainer.keep_checkpoints", "trainer.run_dir", "trainer.on_existing", "trainer.allow_config_change"),
+    *("actor.checkpoint.save_contents", "actor.checkpoint.max_ckpt_to_keep"),
+    # which machines, how much of them, and how long they may take
+    *("ray", "reward.num_workers", "reward.num_cpus", "reward.concurrency", "reward.max_retries", "reward.timeout_s"),
+    *("rollout.router", "rollout.placement", "rollout.vllm_omni.openai_port", "rollout.vllm_omni.enable_sleep_mode"),
+    *("actor.fsdp_config.timeout_s", "actor.fsdp_config.peak_tflops"),
+    # where tensors wait: the same numbers are computed
+    *("actor.fsdp_config.offload_policy", "actor.fsdp_config.param_offload", "actor.fsdp_config.optimizer_offload"),
+    *("actor.fsdp_config.activation_offload", "actor.fsdp_config.reshard_after_forward"),
+    *("actor.fsdp_config.forward_prefetch", "model.enable_gradient_checkpointing"),
+)
+"""Keys and sections that may differ when a run goes on: none of them decides a result."""
+
+NEVER = (
+    *("app", "model.architecture", "model.transformer_subfolder", "model.transformer_config", "model.lora_rank"),
+    *("model.lora_alpha", "model.target_modules", "model.exclude_modules", "model.policy_state_adapters"),
+)
+"""Keys that decide which tensors a checkpoint holds and what they mean: no permission makes them fit."""
+
+PROMPT_FILES = ("data.train_file", "data.val_file")
+_DECAY = "actor.optim.total_training_steps"
+_INPUTS = "inputs.json"
+_OPTIONS = ("reward.options", "rollout.vllm_omni.engine_kwargs", "model.transformer_config")
+
+
+def _fingerprint(prompts: Sequence[Prompt]) -> str:
+    text = json.dumps([asdict(prompt) for prompt in prompts], sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(node: Any) -> Any:
+    return free(node, "config.yaml", "the run folder")
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    if prefix and not tree:
+        return {}
+    return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}.{key}".lstrip(".")).items()}
+
+
+def _step(folder: Path) -> int | None:
+    """Steps that a run in this folder would go on from; None when it has nothing to go on from."""
+    return checkpoint.latest(folder / "checkpoints") if (folder / "config.yaml").is_file() else None
+
+
+def _follows_length(flat: Mapping[str, Any]) -> bool:
+    """Whether the learning rate ends with the run: then its length follows `trainer.total_steps`, and may change with it."""
+    return bool(flat[_DECAY] % flat["trainer.total_steps"] == 0) or flat["actor.optim.lr_scheduler_type"] == "constant"
+
+
+def differences(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]]) -> list[ConfigChange]:
+    """What decides results and is not as in the run folder, when its run goes on.
+
+    Args:
+        config: the new one.
+        prompts: by key of their file; files are compared by what they hold, wherever they lie.
+    """
+    folder = Path(config.trainer.run_dir)
+    step = _step(folder) if config.trainer.on_existing == "resume" else None
+    if step is None:
+        return []
+    old = _flat(_plain(read_yaml(folder / "config.yaml", str(folder / "config.yaml"))))
+    new = _flat(_plain(parse_yaml(to_yaml(config), "the config")))
+    defaults = _flat(_plain(parse_yaml(to_yaml(RunConfig()), "the defaults")))
+    # A key that the older version of the program lacked counts as its default; one that the newer lacks, as unchanged.
+    before = {key: old.get(key, defaults.get(key)) for key in {*old, *new}}
+    after = {key: new.get(key, None if within(key, _OPTIONS) else before[key]) for key in before}
+    if _follows_length(before) and _follows_length(after):
+        after[_DECAY] = before[_DECAY]
+    inputs = json.loads((folder / _INPUTS).read_text(encoding="utf-8")) if (folder / _INPUTS).is_file() else {}
+    for key in PROMPT_FILES:
+        if key not in inputs:
+            continue
+        if inputs[key] == _fingerprint(prompts[key]):
+            before[key] = after[key]
+        elif before[key] == after[key]:
+            after[key] = f"{after[key]}, whose prompts are others now"
+    return [
+        ConfigChange(step, key, before[key], after[key])
+        for key in sorted(before)
+        if before[key] != after[key] and not within(key, ALWAYS)
+    ]
+
+
+def check_resume(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]]) -> list[str]:
+    """What to say about a run that goes on with allowed changes, a line each.
+
+    Raises:
+        TrainerError: a change that is not allowed, or a name in `trainer.allow_config_change` that no key has.
+    """
+    allowed = config.trainer.allow_config_change
+    for name in allowed:
+        if name not in known_keys() and not within(name, _OPTIONS):
+            raise TrainerError(
+                f"trainer.allow_config_change={allowed} names {name!r}, which is no config key; see --dry-run"
+            )
+    found = differences(config, prompts)
+    folder = config.trainer.run_dir
+    never = [change for change in found if within(change.key, NEVER)]
+    if never:
+        raise TrainerError(
+            f"run {folder!r} was trained with other tensors ({'; '.join(map(str, never))}), and its checkpoints fit no others; "
+            "go on with the old values, or start a new run with another trainer.run_dir"
+        )
+    refused = [change for change in found if not within(change.key, allowed)]
+    if refused:
+        keys = ",".join(dict.fromkeys(change.key for change in refused))
+        raise TrainerError(
+            f"run {folder!r} was begun by another config ({'; '.join(map(str, refused))}); give the old values, or allow the "
+            f"change with trainer.allow_config_change=[{keys}]"
+        )
+    return [f"from step {change.step} on another {change}" for change in found]
+
+
+def begin(run: RunDir, config: RunConfig, prompts: Mapping[str, Sequence[Prompt]]) -> None:
+    """Write what the run is made of into its folder, once it is sure that it goes on: `config.yaml` and its prompts' hashes."""
+    run.config.write_text(to_yaml(config), encoding="utf-8")
+    hashes = {key: _fingerprint(prompts[key]) for key in PROMPT_FILES}
+    (run.path / _INPUTS).write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
