@@ -87,7 +87,7 @@ def test_what_decides_no_result_may_always_differ(bench, change):
 @pytest.mark.parametrize(
     ("change", "keys"),
     [
-        ("reward.name=jpeg_size", "reward.name"),
+        ("reward.name=sharpness", "reward.name"),
         ("reward.options={strict_weight: 0.25}", "reward.options.strict_weight"),
         ("data.val_file=builtin:tiny_shapes_train", "data.val_file"),
         ("data.val_max_prompts=7", "data.val_max_prompts"),
@@ -114,7 +114,7 @@ def test_what_decides_results_needs_permission(bench, change, keys):
 
 
 def test_a_section_allows_what_lies_in_it_and_an_unknown_key_is_named(bench):
-    change = ("reward.name=jpeg_size", "reward.batch_size=3")
+    change = ("reward.name=sharpness", "reward.batch_size=3")
     assert len(bench.check(*change, "trainer.allow_config_change=[reward]")) == 2
     with pytest.raises(TrainerError, match=r"reward.name.*reward.name\]"):
         bench.check(*change, "trainer.allow_config_change=[reward.batch_size]")
@@ -148,7 +148,7 @@ def test_prompt_files_are_compared_by_what_they_hold(bench, tmp_path):
 
 def test_a_run_without_a_checkpoint_starts_over_with_any_config(bench):
     (bench.folder / "checkpoints" / "latest.json").unlink()
-    assert bench.check("reward.name=jpeg_size", "model.lora_rank=8") == []
+    assert bench.check("reward.name=sharpness", "model.lora_rank=8") == []
 
 
 def test_an_older_folder_is_read_by_its_defaults(bench):
@@ -191,10 +191,10 @@ def test_numbers_of_two_rewards_are_never_compared(bench):
     writer = MetricsWriter(bench.folder)
     for step in (1, 4, 6, 8):
         writer.append(step, {"reward/mean": 0.5, "val/reward_mean": 0.5})
-    save_changes(bench.folder, 4, [ConfigChange(4, "reward.name", "shapes", "jpeg_size")])
+    save_changes(bench.folder, 4, [ConfigChange(4, "reward.name", "shapes", "sharpness")])
     validation(bench.folder, 6, -1.0, "size")
     text = "\n".join(trainer.summary())
-    assert "from step 4 on with another reward.name: shapes → jpeg_size" in text
+    assert "from step 4 on with another reward.name: shapes → sharpness" in text
     assert "are not compared" in text
     assert "0.600" not in text
     validation(bench.folder, 8, -0.5, "size")
@@ -202,7 +202,7 @@ def test_numbers_of_two_rewards_are_never_compared(bench):
     assert "step 6 → 8" in text
     page = write_report(bench.folder).read_text()
     assert 'id="changes"' in page
-    assert "<code>reward.name</code></th><td>4</td><td>shapes</td><td>jpeg_size</td>" in page
+    assert "<code>reward.name</code></th><td>4</td><td>shapes</td><td>sharpness</td>" in page
     assert page.count('class="mark"') == 1  # the reward chart; no other has a curve here
     assert "before <small>step 6</small>" in page
 
