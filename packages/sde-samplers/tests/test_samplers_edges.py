@@ -54,6 +54,15 @@ def test_a_sample_without_noise_counts_zero_and_carries_no_gradient(kind: ss.Kin
     assert bool(torch.isfinite(grad).all())
 
 
+@pytest.mark.parametrize("sigma_next", [1e-313, 1e-200, 1e-100, 1e-39])
+def test_noise_too_small_for_a_float_counts_as_none(sigma_next: float) -> None:
+    x, v, z = tensors((3, 8))
+    for sigma in (0.9, torch.full((3,), 0.9, dtype=torch.float64)):
+        step = ss.sde_step(x, v, sigma, sigma_next, kind="ddim", noise_level=1.0, noise=z)
+        assert torch.equal(step.log_prob, torch.zeros(3))
+        assert bool(torch.isfinite(step.prev_sample).all())
+
+
 @pytest.mark.parametrize("kind", ["flow_sde", "dance_sde", "flow_cps", "ddim", "ode"])
 def test_no_noise_is_euler_without_a_log_prob(kind: ss.Kind) -> None:
     x, v, _ = tensors()

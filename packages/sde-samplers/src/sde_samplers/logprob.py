@@ -6,7 +6,7 @@ Forms, by name:
     squared_error         ⟨-(x_u - mean)²⟩                             default of flow_cps, after the paper's code
 
 `squared_error` is no density: its "ratios" are tempered by 2 S², and a clip range does not carry over from the others.
-A sample whose S is 0 has no density; under the first two forms its entry is exactly 0, without a gradient.
+A sample whose S is 0 (or below `LEAST_NOISE`) has no density; under the first two forms its entry is exactly 0, without a gradient.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from .errors import SamplerError
 from .types import LOG_PROB_FORMS, Kind, LogProbForm
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
+LEAST_NOISE = 2.0**-126
+"""The smallest normal float32. Less noise than this does not move a float32 sample, and its square may be 0."""
 
 
 def default_form(kind: Kind) -> LogProbForm:
@@ -48,12 +50,12 @@ def log_prob_terms(std: Scalar, elements: int, form: LogProbForm) -> tuple[Scala
         offsets, weights = zip(*rows, strict=True)
         return torch.tensor(offsets, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64)
     if isinstance(std, Tensor):
-        noisy = std > 0
+        noisy = std >= LEAST_NOISE
         safe = torch.where(noisy, std, 1.0)
         weight = torch.where(noisy, 1 / (2 * elements * safe * safe), 0.0)
         offset = torch.where(noisy, -torch.log(safe) - HALF_LOG_TWO_PI, 0.0) if form == "density" else weight * 0
         return offset, weight
-    if std <= 0:
+    if std < LEAST_NOISE:
         return 0.0, 0.0
     offset_number = -math.log(std) - HALF_LOG_TWO_PI if form == "density" else 0.0
     return offset_number, 1 / (2 * elements * std * std)
