@@ -1,9 +1,11 @@
 import json
 
 import pytest
+from omni_rollout.config import DiffusionPipelineConfig
 from ray_trainer.assets import builtin
 from ray_trainer.errors import TrainerError
-from ray_trainer.prompts import PromptSampler, load_prompts
+from ray_trainer.prompts import Prompt, PromptSampler, load_prompts
+from ray_trainer.rollouts import negative_prompt
 
 SETS = ("creative", "geneval", "ocr", "tiny_shapes", "video")
 
@@ -99,3 +101,10 @@ def test_the_sampler_is_a_function_of_seed_and_step():
     assert [p.uid for p in sampler.at(0)] != [p.uid for p in PromptSampler(prompts, 6, seed=4).at(0)]
     with pytest.raises(TrainerError, match="must lie between 1 and the 96 prompts"):
         PromptSampler(prompts, 97, seed=0)
+
+
+def test_a_prompt_without_a_negative_one_takes_the_recipes():
+    plain, own, empty = (Prompt("line1", "a cat", negative) for negative in (None, "blurry", ""))
+    assert negative_prompt(plain, DiffusionPipelineConfig()) == ""  # SD3, Wan, Z-Image; it was a space for every model
+    for given, taken in ((plain, " "), (own, "blurry"), (empty, "")):
+        assert negative_prompt(given, DiffusionPipelineConfig(negative_prompt=" ")) == taken

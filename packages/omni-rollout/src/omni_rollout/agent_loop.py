@@ -88,7 +88,7 @@ class DiffusionAgentLoop(ABC):
         prompt = kwargs["raw_prompt"]
         negative = kwargs.get("raw_negative_prompt")
         if negative is None and sampling_params["true_cfg_scale"] > 1:
-            negative = " "  # what Qwen-Image's authors use for "nothing in particular"
+            negative = self.config.pipeline.negative_prompt
         return GenerationRequest(
             request_id=kwargs["request_id"],
             uid=kwargs["uid"],

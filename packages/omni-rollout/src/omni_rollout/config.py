@@ -52,6 +52,8 @@ class DiffusionPipelineConfig:
     """Denoising steps K; the sigma grid has K + 1 entries."""
     true_cfg_scale: float = 1.0
     """Classifier-free guidance with a negative prompt; 1 means one transformer call a step."""
+    negative_prompt: str = ""
+    """Negative prompt of samples that bring none. Qwen-Image's authors use a space; SD3, Wan and Z-Image train with ""."""
     max_sequence_length: int = 512
     """Longest prompt, in tokens. Longer prompts are refused by the encoder, never cropped."""
     guidance_scale: float | None = None

@@ -132,7 +132,7 @@ def requests_of(body: dict[str, Any], pipeline: DiffusionPipelineConfig, number:
             uid="image",
             index=index,
             prompt=prompt,
-            negative_prompt=body.get("negative_prompt", " " if cfg > 1 else None),
+            negative_prompt=body.get("negative_prompt", pipeline.negative_prompt),
             seed=int(body.get("seed", 0)),
             width=int(size[0]),
             height=int(size[1]),

@@ -15,6 +15,7 @@ import torch
 from image_rewards import RewardSample
 from image_rewards.loop import RewardLoopManager
 from omni_rollout import DiffusionAgentLoopWorker
+from omni_rollout.config import DiffusionPipelineConfig
 from tensordict import NonTensorStack, TensorDict
 
 from ray_trainer.config import RunConfig
@@ -22,6 +23,11 @@ from ray_trainer.prompts import Prompt
 from ray_trainer.samplers import Sampler
 
 _FAULTS = ("retried", "errors", "timeouts", "deaths", "restarts", "failed")
+
+
+def negative_prompt(prompt: Prompt, pipeline: DiffusionPipelineConfig) -> str:
+    """The prompt's own negative prompt, which may be empty, else the recipe's."""
+    return pipeline.negative_prompt if prompt.negative is None else prompt.negative
 
 
 class Rollouts:
@@ -71,12 +77,14 @@ class Rollouts:
             TensorDict [B = len(rows)·n] as `schema` describes it, the samples of a prompt next to each other.
         """
         repeated = [(uid, prompt, i) for uid, prompt in rows for i in range(n)]
-        seed = self.config.rollout.val_kwargs.seed if validate else self.config.rollout.seed
+        rollout = self.config.rollout
+        seed = rollout.val_kwargs.seed if validate else rollout.seed
+        pipeline = rollout.val_kwargs.pipeline if validate else rollout.pipeline
         batch = TensorDict({"index": torch.tensor([i for _, _, i in repeated])}, batch_size=[len(repeated)])
         columns: dict[str, list[Any]] = {
             "uid": [uid for uid, _, _ in repeated],
             "prompt": [prompt.text for _, prompt, _ in repeated],
-            "negative_prompt": [prompt.negative for _, prompt, _ in repeated],
+            "negative_prompt": [negative_prompt(prompt, pipeline) for _, prompt, _ in repeated],
             "metadata": [prompt.metadata for _, prompt, _ in repeated],
         }
         for key, values in columns.items():
