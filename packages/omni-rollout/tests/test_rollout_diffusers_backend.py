@@ -59,7 +59,7 @@ def test_a_sample_does_not_depend_on_its_batch(backend, make_request):
     for a, b in zip(together, alone, strict=True):
         assert a.extra_fields["batch_size"] == 8
         assert b.extra_fields["batch_size"] == 1
-        assert (a.extra_fields["final_latents"] - b.extra_fields["final_latents"]).abs().max() <= 1e-5
+        assert (a.extra_fields["final_latents"] - b.extra_fields["final_latents"]).abs().max() <= 1e-4
         assert torch.equal(a.extra_fields["latents"][0], b.extra_fields["latents"][0])  # the noise is exactly the same
 
 
@@ -69,7 +69,7 @@ def test_windows_and_noise_levels_of_one_call_are_each_right(backend, make_reque
     mixed = backend.generate(requests)
     for request, output in zip(requests, mixed, strict=True):
         alone = backend.generate([request])[0]
-        assert torch.allclose(output.extra_fields["final_latents"], alone.extra_fields["final_latents"], atol=1e-5)
+        assert torch.allclose(output.extra_fields["final_latents"], alone.extra_fields["final_latents"], atol=1e-4)
         if request.window:
             assert output.extra_fields["step_index"].tolist() == list(request.window)
             assert torch.allclose(output.extra_fields["std"], alone.extra_fields["std"])

@@ -106,12 +106,12 @@ def test_the_embedded_backend_uses_all_of_it(backend, make_request):
         lambda x, sigma: backend.spec.velocity(backend.transformer, x, sigma, cond, height=64, width=64),
         start, backend._schedule(make_request()), kind="ode", solver="dpm2",
     )  # fmt: skip
-    assert torch.allclose(nft.extra_fields["final_latents"], alone.final[0], atol=1e-5)
+    assert torch.allclose(nft.extra_fields["final_latents"], alone.final[0], atol=1e-4)
     assert (nft.extra_fields["final_latents"] - plain.extra_fields["final_latents"]).abs().max() > 0.1
     same = draw(kind="ode", window=(), shared_noise=True)
     # One start and no other noise: one picture, up to what a row's place in its batch may do to a sum.
     assert all(
-        (a.extra_fields["final_latents"] - same[0].extra_fields["final_latents"]).abs().max() <= 1e-5 for a in same
+        (a.extra_fields["final_latents"] - same[0].extra_fields["final_latents"]).abs().max() <= 1e-4 for a in same
     )
     assert all((a.diffusion_output.int() - same[0].diffusion_output.int()).abs().max() <= 1 for a in same)
     assert len({o.diffusion_output.numpy().tobytes() for o in draw(shared_noise=True)}) == 4

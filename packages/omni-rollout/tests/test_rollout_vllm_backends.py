@@ -17,6 +17,9 @@ from sde_samplers import Trajectory, from_diffusers, replay
 
 ENGINE_RUNS_HERE = sys.platform == "linux" and platform.machine() == "x86_64"
 BACKENDS = ["diffusers"] + (["vllm_omni"] if ENGINE_RUNS_HERE else [])
+# The engine makes batches by the clock, and a batch's shape decides in which order its products are summed; a few steps can
+# make a rounding error a hundred times larger. Other samples, adapters and settings are at least 1e-3 apart.
+SAME = 1e-4
 PROMPTS = [
     "three red circles on a black background",
     "one blue square on a white background",
@@ -46,7 +49,7 @@ def requests(make_request):
 
 def test_seeds_reproduce(replica, draw, requests, difference):
     first, again = draw(replica, requests), draw(replica, requests)
-    assert all(difference(a, b) <= 1e-5 for a, b in zip(first, again, strict=True))
+    assert all(difference(a, b) <= SAME for a, b in zip(first, again, strict=True))
     other = draw(replica, [request.replace(seed=8, request_id=request.request_id + "x") for request in requests])
     assert all(difference(a, b, ("latents",)) > 0.1 for a, b in zip(first, other, strict=True))
     assert all(o.stop_reason == "completed" and o.diffusion_output.shape == (3, 64, 64) for o in first)
@@ -60,7 +63,7 @@ def test_a_sample_does_not_depend_on_its_batch(replica, draw, make_request, diff
     for request, output in zip(mixed, together, strict=True):
         alone = draw(replica, [request])[0]
         assert alone.extra_fields["batch_size"] == 1
-        assert difference(output, alone) <= 1e-5
+        assert difference(output, alone) <= SAME
         assert torch.equal(output.extra_fields["latents"][0], alone.extra_fields["latents"][0])
         assert difference(output, alone, ("prompt_embeds",)) <= 1e-5
 
@@ -73,12 +76,12 @@ def test_knobs_of_each_request_are_honoured_in_one_batch(replica, embedded, draw
     mixed = [make_request(i, **change) for i, change in enumerate(changes)]
     for request, output in zip(mixed, draw(replica, mixed), strict=True):
         expected = draw(embedded, [request])[0]
-        assert difference(output, expected, ("final_latents",)) <= 2e-5
+        assert difference(output, expected, ("final_latents",)) <= SAME
         if not request.window:
             assert output.log_probs is None
             continue
         assert output.extra_fields["step_index"].tolist() == list(request.window)
-        assert difference(output, expected, ("latents", "next_latents", "std")) <= 2e-5
+        assert difference(output, expected, ("latents", "next_latents", "std")) <= SAME
         assert (output.log_probs - expected.log_probs).abs().max() <= 1e-5
 
 
@@ -132,7 +135,7 @@ def test_full_weights_before_lora_layers(replica, draw, requests, runner, weight
         difference(b, a, ("final_latents",)) > 1e-3 for b, a in zip(before, draw(replica, requests[:2]), strict=True)
     )
     assert runner.run(replica.update_weights(weights.items(), version=0)).checksum == content_sum(weights.values())
-    assert all(difference(b, a) <= 1e-5 for b, a in zip(before, draw(replica, requests[:2]), strict=True))
+    assert all(difference(b, a) <= SAME for b, a in zip(before, draw(replica, requests[:2]), strict=True))
 
 
 def test_lora_add_replace_remove(replica, draw, requests, runner, difference, adapter):
@@ -147,11 +150,11 @@ def test_lora_add_replace_remove(replica, draw, requests, runner, difference, ad
         assert difference(b, o, ("final_latents",)) > 1e-2
         assert difference(o, t, ("final_latents",)) > 1e-2
     reference = draw(replica, [r.replace(adapter="reference") for r in requests])
-    assert all(difference(b, r) <= 1e-5 for b, r in zip(base, reference, strict=True))
+    assert all(difference(b, r) <= SAME for b, r in zip(base, reference, strict=True))
     assert runner.run(replica.call("remove_lora"))
     assert not runner.run(replica.call("remove_lora"))
     after = draw(replica, requests)
-    assert all(difference(b, a) <= 1e-5 for b, a in zip(base, after, strict=True))
+    assert all(difference(b, a) <= SAME for b, a in zip(base, after, strict=True))
 
 
 def test_two_adapters_at_one_version(replica, draw, requests, runner, difference, adapter):
@@ -172,7 +175,7 @@ def test_two_adapters_at_one_version(replica, draw, requests, runner, difference
     for name in ("default", "old"):
         assert runner.run(replica.call("remove_lora", name))
     after = draw(replica, requests[:2])
-    assert all(difference(b, a) <= 1e-5 for b, a in zip(base, after, strict=True))
+    assert all(difference(b, a) <= SAME for b, a in zip(base, after, strict=True))
 
 
 def test_an_adapter_that_fits_nowhere_is_an_error(replica, draw, requests, runner, difference, adapter):
@@ -201,7 +204,7 @@ def test_full_weights_with_lora_layers_in_place(replica, draw, requests, runner,
     receipt = runner.run(replica.update_weights(weights.items(), version=13))
     assert receipt.checksum == content_sum(weights.values())
     again = draw(replica, requests[:2])
-    assert all(difference(b, a) <= 1e-5 for b, a in zip(before, again, strict=True))
+    assert all(difference(b, a) <= SAME for b, a in zip(before, again, strict=True))
 
 
 # --------------------------------------------------------------------------------------------------------- lifecycle
@@ -225,7 +228,7 @@ def test_pause_sleep_wake_and_refusals(replica, draw, requests, runner, differen
     with pytest.raises(LifecycleError, match="must be asleep"):
         runner.run(replica.wake_up())
     after = draw(replica, requests[:2])
-    assert all(difference(b, a) <= 1e-5 for b, a in zip(before, after, strict=True))
+    assert all(difference(b, a) <= SAME for b, a in zip(before, after, strict=True))
     health = runner.run(replica.health())
     assert (health.state, health.in_flight) == ("ready", 0)
     assert health.generated > 0
@@ -291,7 +294,7 @@ def test_lora_means_the_same_in_engine_and_trainer(engine, embedded, draw, reque
         verify(payload, runner.run(replica.update_lora(payload)))
         outputs.append(draw(replica, requests))
         runner.run(replica.call("remove_lora"))
-    assert max(difference(a, b) for a, b in zip(*outputs, strict=True)) <= 1e-5
+    assert max(difference(a, b) for a, b in zip(*outputs, strict=True)) <= SAME
 
 
 @needs_engine
