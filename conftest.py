@@ -11,6 +11,8 @@ os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 # Where this is set, each of the many processes that the tests start would compile torch anew: 18 s for what takes 6.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Several processes share the cores: a thread that waits for the others of its pool sleeps instead of turning in a loop.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Files that use one live vLLM-Omni engine and one Ray cluster: together in one process, so that they start once.
 ENGINE = ("test_rollout_nodes", "test_rollout_vllm_")
