@@ -227,6 +227,19 @@ def test_quotes_with_numbers_and_apostrophes_in_them(prompt, target):
     assert targets_of(prompt, {}) == [target]
 
 
+@pytest.mark.parametrize("letter", ["1", "t", "f", "j", "J", "7", "A", "it", "11"])
+@pytest.mark.parametrize("size", [30, 48])
+def test_narrow_texts_are_read_upright(ocr, letter, size):
+    picture = draw(letter, size=size, canvas=(256, 128))
+    assert ocr(RewardSample(picture, "", {"text": letter})).components["exact"] == 1
+
+
+@pytest.mark.parametrize("letter", ["I", "l", "i", "!", "|", "一", "-", "ll", "l!", "."])
+def test_targets_of_bare_strokes_are_refused(ocr, letter):
+    with pytest.raises(RewardTargetError, match="cannot tell I, l, 1"):
+        ocr.check_target("", {"text": ["fine", letter]})
+
+
 def test_prompts_are_checked_with_file_and_line():
     class Quoted:
         def check_target(self, prompt, metadata):

@@ -101,6 +101,22 @@ def test_workers_import_neither_torch_nor_transformers_and_use_this_interpreter(
     assert result.components["same"] == 1.0
 
 
+def test_workers_find_the_working_folder_and_take_functions(ray, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # Ray's workers were started elsewhere
+    (tmp_path / "my_pool_reward.py").write_text("def red(image, prompt):\n    return image[0].mean()\n")
+    for reward in ("./my_pool_reward.py:red", "my_pool_reward:red", lambda image, prompt: image[0].mean()):
+        with RewardLoopManager(reward, num_workers=1) as loop:
+            assert [r.score for r in loop.score_batch(numbered(3))] == [0.0, 1.0, 2.0]
+
+
+def test_a_worker_without_the_working_folder_says_so(tmp_path):
+    from image_rewards.loop import RewardLoopWorker
+
+    for name in ("my_reward_nowhere:red", str(tmp_path / "gone" / "my_rewards.py") + ":red"):
+        result = RewardLoopWorker(name, {}, str(tmp_path / "gone")).score(numbered(1))[0]
+        assert f"the working folder {str(tmp_path / 'gone')!r} is not on this machine" in str(result.error)
+
+
 def test_dead_workers_are_replaced_and_each_sample_counts_once(ray, tmp_path):
     samples = numbered(20)
     with RewardLoopManager(make("dies_once", tmp_path), num_workers=2) as loop:

@@ -10,10 +10,13 @@ depends on its own sample only, so batch size, order and the number of workers c
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -83,6 +86,10 @@ class RewardResult:
         return self.score
 
 
+Score = RewardResult | float
+"""What a reward may return for a sample; numpy and torch numbers count as floats."""
+
+
 class Reward(ABC):
     """Base class. Subclasses write `score_valid` (pictures are checked already) and, where they need targets,
     `check_target`.
@@ -94,8 +101,13 @@ class Reward(ABC):
     video: ClassVar[bool] = False
     batch_size: int = 16  # how many samples a worker hands over at once
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
+
     def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """Score every sample; results come in the order of the samples.
+        """Score every sample; results come in the order of the samples. Pictures are read-only inside.
 
         A sample that cannot be scored gets a failed result. An error that is no `RewardError` is a bug or a broken
         machine and is raised.
@@ -110,18 +122,23 @@ class Reward(ABC):
                 results[i] = RewardResult.failed(error)
             else:
                 valid.append(i)
-        scored = self.score_valid([samples[i] for i in valid]) if valid else []
-        if len(scored) != len(valid):
+        given = [_read_only(samples[i]) for i in valid]
+        try:
+            answer = self.score_valid(given) if given else []
+        except ValueError as error:
+            if "read-only" not in str(error):
+                raise
             raise RewardError(
-                f"{type(self).__name__}.score_valid returned {len(scored)} results for {len(valid)} samples."
-            )
-        for i, result in zip(valid, scored, strict=True):
-            results[i] = _finite(result, self.name)
+                f"reward {self.name!r} writes into its picture, which other rewards read too; write into "
+                f"sample.image.copy() ({error})"
+            ) from error
+        for i, value in zip(valid, _listed(answer, given, self.name), strict=True):
+            results[i] = as_result(value, self.name, samples[i])
         return [result for result in results if result is not None]
 
     @abstractmethod
-    def score_valid(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """Score samples whose pictures and targets are known to be good."""
+    def score_valid(self, samples: Sequence[RewardSample]) -> Sequence[Score] | np.ndarray:
+        """Score samples whose pictures and targets are known to be good: a result, or just a number, for each."""
 
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:  # noqa: B027  (most have no target)
         """Raise `RewardTargetError` when prompt and metadata do not hold the target. Called before training too."""
@@ -140,8 +157,8 @@ class Reward(ABC):
 class PerSampleReward(Reward):
     """A reward that looks at one sample at a time."""
 
-    def score_valid(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        results = []
+    def score_valid(self, samples: Sequence[RewardSample]) -> Sequence[Score]:
+        results: list[Score] = []
         for sample in samples:
             try:
                 results.append(self.score_one(sample))
@@ -150,16 +167,79 @@ class PerSampleReward(Reward):
         return results
 
     @abstractmethod
-    def score_one(self, sample: RewardSample) -> RewardResult:
-        """Score one sample; a `RewardError` becomes its failed result."""
+    def score_one(self, sample: RewardSample) -> Score:
+        """A result, or just a number, for one sample; a `RewardError` becomes its failed result."""
 
 
-def _finite(result: RewardResult, name: str) -> RewardResult:
-    if result.error is None and not math.isfinite(result.score):
+def _read_only(sample: RewardSample) -> RewardSample:
+    """The sample with a picture that cannot be written to and metadata of its own."""
+    image = sample.image.view()
+    image.flags.writeable = False
+    return replace(sample, image=image, metadata=copy.deepcopy(dict(sample.metadata)))
+
+
+def _listed(answer: Any, samples: Sequence[RewardSample], name: str) -> list[Any]:
+    """What `score_valid` returned, as one value a sample. Raises `RewardError` when it is not that."""
+    if not isinstance(answer, list | tuple) and hasattr(answer, "tolist") and getattr(answer, "ndim", None) == 1:
+        answer = answer.tolist()  # an array or a tensor
+    if isinstance(answer, list | tuple) and len(answer) == len(samples):
+        return list(answer)
+    came = f"{len(answer)} results" if isinstance(answer, list | tuple) else _shown(answer)
+    raise RewardError(
+        f"reward {name!r} returned {came} for {len(samples)} samples, from {samples[0].label}; return one RewardResult or "
+        "number for each, in their order"
+    )
+
+
+def as_result(value: Any, name: str, sample: RewardSample) -> RewardResult:
+    """A `RewardResult` of finite floats from a result or a number; anything else becomes a failed result that says what came."""
+    result = value if isinstance(value, RewardResult) else RewardResult(value)
+    if result.error is not None:
+        error = str(result.error) or f"RewardError: reward {name!r} failed for {sample.label} and gave no cause"
+        return replace(result, error=error)
+    whose = f"reward {name!r}, {sample.label}"
+    try:
+        score = as_number(result.score)
+    except ValueError as error:
         return RewardResult.failed(
-            RewardError(f"{name or 'the reward'} gave {result.score!r}, which is not a finite number.")
+            RewardError(f"{whose}: it returned {error}; return a finite number, or RewardResult(number, components)")
         )
-    return result
+    try:
+        components = {str(key): as_number(part, key) for key, part in dict(result.components).items()}
+    except (ValueError, TypeError) as error:
+        return RewardResult.failed(
+            RewardError(f"{whose}: components must be {{name: finite number}}, and there is {error}")
+        )
+    return RewardResult(score, components)
+
+
+def as_number(value: Any, key: Any = None) -> float:
+    """A finite float from a Python, numpy or torch number, or from an array or tensor of one. Raises `ValueError` that shows
+    what came."""
+    came = _shown(value) if key is None else f"{key!r}: {_shown(value)}"
+    number = value.item() if hasattr(value, "item") and math.prod(getattr(value, "shape", ())) == 1 else value
+    if not isinstance(number, numbers.Real):
+        raise ValueError(came)
+    try:
+        finite = math.isfinite(number)
+    except OverflowError:
+        finite = False
+    if not finite:
+        raise ValueError(f"{came}, which is not a finite number")
+    return float(number)
+
+
+def _shown(value: Any) -> str:
+    """What came, short, for messages."""
+    if inspect.iscoroutine(value):
+        value.close()
+        return "a coroutine (write `def`, not `async def`)"
+    kind, shape = type(value).__name__, getattr(value, "shape", None)
+    if isinstance(value, int | float):
+        return (
+            f"{str(value)[:40] if isinstance(value, float) or abs(value) < 10**30 else 'a whole number of many digits'}"
+        )
+    return f"a {kind} of shape {tuple(shape)}" if shape else "None" if value is None else f"a {kind} ({value!r:.60})"
 
 
 def check_image(sample: RewardSample, *, allow_video: bool) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from image_rewards.base import Reward, RewardResult, RewardSample
 from image_rewards.errors import RewardConfigError
+from image_rewards.functions import as_reward
 from image_rewards.registry import load
 
 
@@ -127,9 +128,7 @@ class CombinedReward(Reward):
                 else f"{part.reward}{sorted(part.options.items())}"
             )
             if key not in self.rewards:
-                self.rewards[key] = (
-                    part.reward if isinstance(part.reward, Reward) else load(part.reward, **part.options)
-                )
+                self.rewards[key] = load(part.reward, **part.options) if isinstance(part.reward, str) else part.reward
             self.sources.append(key)
 
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
@@ -192,4 +191,6 @@ def _part(given: Mapping[str, Any]) -> Part:
     values = dict(given)
     if values.get("clip") is not None:
         values["clip"] = tuple(values["clip"])
+    if not isinstance(values["reward"], str):  # a class or a function
+        values["reward"] = as_reward(values["reward"], values.pop("options", None))
     return Part(**values)

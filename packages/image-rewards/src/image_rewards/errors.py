@@ -6,6 +6,9 @@ and JSON over HTTP.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class RewardError(RuntimeError):
     """Base of all errors here. `cause` holds the traceback text of the process where the reward failed, or ""."""
@@ -56,6 +59,12 @@ class RewardTimeoutError(RewardServiceError, TimeoutError):
 
 class RewardWorkerError(RewardError):
     """A worker process died, or was stopped at its deadline, more often than the retries allow."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """ " Did you mean 'this'?" for a slip of the pen, or ""."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def missing_extra(package: str, extra: str, reward: str) -> MissingExtraError:

@@ -11,10 +11,11 @@ say, and the default is to stop.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from typing import Any, Literal
 from image_rewards.base import Reward, RewardResult, RewardSample
 from image_rewards.errors import RewardConfigError, RewardError, RewardTimeoutError, RewardWorkerError
 from image_rewards.ray_pool import Pool, import_ray
+from image_rewards.registry import absolute
 
 Policy = Literal["required", "skip", "value"]
 
@@ -58,7 +60,8 @@ class LoopStats:
 class RewardLoopManager:
     """Owns `num_workers` Ray actors that score samples.
 
-    reward, options   a name and its options, as for `image_rewards.load`; or a `Reward` instance or class
+    reward, options   a name and its options, as for `image_rewards.load`; or a `Reward`, its class, or a function. Workers search
+                      this process's working folder too, so on another machine it must be a shared one
     policy            "required": a sample without a score raises `RewardError`; "skip": its result has score NaN and
                       the error (the trainer leaves it out); "value": its score is `value`, with the error
     max_retries       further attempts after a crash, a timeout or a failure that may pass
@@ -72,7 +75,7 @@ class RewardLoopManager:
 
     def __init__(
         self,
-        reward: str | Reward | type[Reward],
+        reward: str | Reward | type[Reward] | Callable[..., Any],
         options: Mapping[str, Any] | None = None,
         *,
         num_workers: int = 2,
@@ -102,7 +105,7 @@ class RewardLoopManager:
         self.stats = LoopStats()
         self._pool = Pool(
             RewardLoopWorker,
-            (reward, dict(options or {})),
+            (absolute(reward) if isinstance(reward, str) else reward, dict(options or {}), os.getcwd()),
             num_workers=num_workers,
             num_cpus=num_cpus,
             num_gpus=num_gpus,
@@ -285,15 +288,20 @@ class RewardLoopManager:
 class RewardLoopWorker:
     """One process of the pool: builds the reward once and scores what it is given. Runs as a Ray actor."""
 
-    def __init__(self, reward: str | Reward | type[Reward], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, reward: str | Reward | type[Reward] | Callable[..., Any], options: Mapping[str, Any], folder: str
+    ) -> None:
         from image_rewards.manager import ImageRewardManager
+        from image_rewards.registry import use_folder
 
         self._manager: ImageRewardManager | None = None
         self._broken = ""
         try:
+            use_folder(folder)
             self._manager = ImageRewardManager(reward, options)
         except Exception as error:  # told with every sample: an actor that fails to start only says that it died
-            self._broken = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            lost = "" if os.path.isdir(folder) else f" (the working folder {folder!r} is not on this machine; share it)"
+            self._broken = f"{type(error).__name__}: {error}{lost}\n{traceback.format_exc()}"
 
     def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """Results of `samples`, in order. Never raises: a failure is a failed result with the traceback's text."""

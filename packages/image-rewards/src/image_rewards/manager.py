@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import math
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from image_rewards.base import Reward, RewardResult, RewardSample
-from image_rewards.errors import RewardConfigError, RewardInputError, UnknownRewardError, missing_extra
+from image_rewards.errors import RewardInputError, UnknownRewardError, missing_extra
+from image_rewards.functions import as_reward
 from image_rewards.registry import available, load
 
 DATA_SOURCES = {
@@ -28,23 +29,21 @@ DATA_SOURCES = {
 
 
 class ImageRewardManager:
-    """Holds one reward and scores with it. reward: name, instance or class; options: as for `image_rewards.load`.
+    """Holds one reward and scores with it. reward: name, instance, class or function; options: as for `image_rewards.load`.
 
     Without a reward, each sample's `data_source` picks one (`default_compute_score_image`).
     """
 
     def __init__(
-        self, reward: str | Reward | type[Reward] | None = None, options: Mapping[str, Any] | None = None
+        self,
+        reward: str | Reward | type[Reward] | Callable[..., Any] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        options = dict(options or {})
+        self.reward: Reward | None = None
         if isinstance(reward, str):
-            self.reward: Reward | None = load(reward, **options)
-        elif isinstance(reward, type):
-            self.reward = reward(**options)
-        else:
-            if options:
-                raise RewardConfigError(f"options {options!r} go with a reward's name or class, not with {reward!r}.")
-            self.reward = reward
+            self.reward = load(reward, **dict(options or {}))
+        elif reward is not None or options:
+            self.reward = as_reward(reward, options)
 
     def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """Results in order. An exception becomes a failed result with its traceback; then samples are tried one by one,

@@ -1,19 +1,24 @@
 """Rewards by name.
 
 Three places are looked in, in this order: the rewards of this package, the entry-point group `image_rewards` of
-installed packages, and an explicit "module:Class". Nothing is imported before it is asked for.
+installed packages, and an explicit "module:attribute" or "./file.py:attribute". Nothing is imported before it is asked for.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import inspect
+import importlib.util
+import os
+import socket
+import sys
+import zlib
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from image_rewards.base import Reward
-from image_rewards.errors import RewardConfigError, UnknownRewardError
+from image_rewards.errors import RewardError, UnknownRewardError, nearest
+from image_rewards.functions import as_reward
 
 ENTRY_POINT_GROUP = "image_rewards"
 
@@ -44,45 +49,84 @@ def available() -> dict[str, str]:
     return {**found, **BUILTIN}
 
 
-def reward_class(name: str) -> type[Reward]:
-    """The class behind `name`. Raises `UnknownRewardError` with the nearest name."""
+def absolute(name: str) -> str:
+    """`name` with the path of a "./file.py:attribute" made absolute, for processes that work elsewhere."""
+    file, colon, attribute = name.rpartition(":")
+    return f"{Path(file).resolve()}:{attribute}" if colon and file.endswith(".py") else name
+
+
+def use_folder(folder: str) -> None:
+    """Let modules in `folder` be found, after all that is installed."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def find(name: str) -> Any:
+    """What stands behind `name`: a class, an instance or a function, not checked further.
+
+    Raises:
+        UnknownRewardError: there is none (with the nearest name), or it cannot be imported.
+    """
     target = BUILTIN.get(name) or available().get(name, name)  # looking at what is installed takes a while
-    module_name, _, attribute = target.partition(":")
-    if not attribute:
+    module_name, _, attribute = target.rpartition(":")
+    if not module_name or not attribute:
         known = available()
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UnknownRewardError(
-            f"no reward is named {name!r}.{hint} Known: {', '.join(sorted(known))}; or give 'module:Class'."
+            f"no reward is named {name!r}.{nearest(name, known)} Known: {', '.join(sorted(known))}; or give "
+            "'module:attribute' or './file.py:attribute'."
         )
+    use_folder(os.getcwd())
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UnknownRewardError(f"reward {name!r} points to {target!r}, which cannot be imported: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, Reward)):
-        raise UnknownRewardError(
-            f"reward {name!r} points to {target!r}, which is not a subclass of image_rewards.Reward."
+        module = (
+            _file_module(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
         )
-    return found
+    except RewardError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UnknownRewardError(
+            f"reward {name!r} points to {target!r}, which cannot be imported on {socket.gethostname()} from {os.getcwd()}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not hasattr(module, attribute):
+        raise UnknownRewardError(
+            f"reward {name!r}: {module_name!r} has no {attribute!r}.{nearest(attribute, vars(module))}"
+        )
+    return getattr(module, attribute)
+
+
+def _file_module(file: Path) -> Any:
+    """The module of a .py file. It is run once, and its own folder is searched by its imports."""
+    file = file.resolve()
+    if not file.is_file():
+        raise UnknownRewardError(
+            f"there is no file {str(file)!r} on {socket.gethostname()}. A reward's file must be on every machine that scores: put "
+            "it on a shared file system, or install it as a module."
+        )
+    name = f"image_rewards_file_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
+    if name not in sys.modules:
+        use_folder(str(file.parent))
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def load(name: str, *, video: str | None = None, **options: Any) -> Reward:
     """Make a reward by name.
 
+    name     a known one, "module:attribute" or "./file.py:attribute"; the attribute is a class, an instance or a function
+             (`functions.FunctionReward` says what it gets). The working folder is searched after what is installed
     video    how the frames' scores of a video become one: "mean", "min", "max", "median", "first", "last"
-    options  the arguments of the reward's class; an unknown one is a `RewardConfigError` with the nearest name
+    options  the arguments of the class or function; an unknown one is a `RewardConfigError` with the nearest name
     """
-    cls = reward_class(name)
-    known = [p.name for p in inspect.signature(cls).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
-    for option in options:
-        if option not in known and not takes_any:
-            near = difflib.get_close_matches(option, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise RewardConfigError(
-                f"reward {name!r} has no option {option!r}.{hint} Options: {', '.join(known) or 'none'}."
-            )
-    reward = cls(**options)
+    reward = as_reward(find(name), options, name)
     if video is None:
         return reward
     from image_rewards.video import VideoReward
