@@ -8,7 +8,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 from ray_trainer.errors import TrainerError
-from ray_trainer.models import ARCHITECTURES, fetch, is_hub_id, locate, missing_parts, pipeline_class
+from ray_trainer.model_folder import ARCHITECTURES, missing_parts
+from ray_trainer.models import fetch, is_hub_id, locate, pipeline_class
 
 HUB_ID = "someone/Some-Model"
 INDEX = {
@@ -28,18 +29,30 @@ def write_pipeline(folder, without=()):
         "model_index.json": INDEX,
         "scheduler/scheduler_config.json": {},
         "tokenizer/tokenizer_config.json": {},
+        "tokenizer/tokenizer.json": {},
         "transformer/config.json": {},
-        "transformer/model.safetensors.index.json": {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}},
-        "transformer/1.safetensors": {},
-        "transformer/2.safetensors": {},
+        "transformer/diffusion_pytorch_model.safetensors.index.json": {
+            "weight_map": {"a": "1.safetensors", "b": "2.safetensors"}
+        },
+        "transformer/1.safetensors": ["a"],
+        "transformer/2.safetensors": ["b"],
         "vae/config.json": {},
-        "vae/model.safetensors": {},
+        "vae/diffusion_pytorch_model.safetensors": ["a"],
     }
     for name, content in files.items():
         if name not in without:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(json.dumps(content))
+            (folder / name).write_bytes(
+                weights(content) if name.endswith(".safetensors") else json.dumps(content).encode()
+            )
     return folder
+
+
+def weights(names):
+    """A safetensors file of one number for each name."""
+    header = {name: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)}
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(4 * len(names))
 
 
 @pytest.fixture
@@ -69,7 +82,13 @@ def test_a_cached_model_is_found_and_used_without_a_download(cache):
 
 
 @pytest.mark.parametrize(
-    "gone", ["transformer/2.safetensors", "vae/model.safetensors", "vae/config.json", "tokenizer/tokenizer_config.json"]
+    "gone",
+    [
+        "transformer/2.safetensors",
+        "vae/diffusion_pytorch_model.safetensors",
+        "vae/config.json",
+        "tokenizer/tokenizer_config.json",
+    ],
 )
 def test_a_download_that_was_cut_off_does_not_count(cache, gone):
     folder = put(cache, without=(gone,))
@@ -103,7 +122,7 @@ def test_a_failed_or_incomplete_download_is_one_clear_error(cache, tmp_path, mon
     with pytest.raises(TrainerError, match=r"could not be downloaded .*: no connection\. Some models need") as failure:
         fetch(HUB_ID)
     assert "long tail" not in str(failure.value)
-    part = write_pipeline(tmp_path / "part", without=("vae/model.safetensors",))
+    part = write_pipeline(tmp_path / "part", without=("vae/diffusion_pytorch_model.safetensors",))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: str(part))
     with pytest.raises(TrainerError, match="lacks vae"):
         fetch(HUB_ID)
@@ -121,10 +140,10 @@ def test_what_looks_like_a_hub_id(tmp_path, monkeypatch):
 def test_architectures_are_those_of_model_specs():
     from model_specs.registry import available, find
 
-    known = {name: (find(name).transformer_class, find(name).pipeline_class) for name in available()}
-    assert known == ARCHITECTURES
-    for names in ARCHITECTURES.items():
-        assert {pipeline_class(name) for name in (names[0], *names[1])} == {names[1][1]}
+    known = {n: (find(n).transformer_class, find(n).pipeline_class, find(n).vae_class) for n in available()}
+    assert known == {name: card[:3] for name, card in ARCHITECTURES.items()}
+    for name, card in ARCHITECTURES.items():
+        assert {pipeline_class(alias) for alias in (name, card.transformer, card.pipeline)} == {card.pipeline}
     with pytest.raises(TrainerError, match="Did you mean 'qwen_image'"):
         pipeline_class("qwen_imag")
 

@@ -26,7 +26,34 @@ def test_sigma_one_uses_the_cap_and_defaults_to_sigma_next() -> None:
     assert float(other.std[0]) == pytest.approx(0.7 * math.sqrt(1 / 0.5 * 0.1), rel=1e-6)
     # 1 is met exactly by timestep 1000 / 1000; elsewhere the cap plays no part.
     assert float(torch.tensor(1000.0) / 1000) == 1.0
-    assert ss.step_coefficients("flow_sde", 0.999, 0.9, 0.7, 0.1) == ss.step_coefficients("flow_sde", 0.999, 0.9, 0.7)
+    assert ss.step_coefficients("flow_sde", 0.998, 0.9, 0.7, 0.1) == ss.step_coefficients("flow_sde", 0.998, 0.9, 0.7)
+
+
+@pytest.mark.parametrize("first", [0.999, 0.99967, 0.9998, 0.999999])
+def test_a_table_that_begins_just_below_one_has_the_first_step_of_one_that_begins_at_one(first: float) -> None:
+    # diffusers' DPM-Solver++ on flow sigmas begins at 0.999, shifted by 3 at 0.9997: without the cap the std is 7.2.
+    one = ss.step_coefficients("flow_sde", 1.0, 0.964, 0.7, 0.964)
+    near = ss.step_coefficients("flow_sde", first, 0.964, 0.7, 0.964)
+    rows = ss.step_coefficients("flow_sde", torch.tensor([first, 0.5]), torch.tensor([0.964, 0.4]), 0.7, 0.964)
+    assert near.std == pytest.approx(one.std, rel=0.02)
+    assert near.std == pytest.approx(0.7, rel=0.02)
+    assert near.scale_x == pytest.approx(one.scale_x, abs=0.01)
+    assert float(rows.std[0]) == pytest.approx(near.std, rel=1e-4)  # the row is fp32
+    # The cap is the second entry: a second entry as near to 1 keeps its own std.
+    assert ss.step_coefficients("flow_sde", 0.9995, 0.9, 0.7, 0.9995).std == pytest.approx(
+        0.7 * math.sqrt(0.9995 / 0.0005 * 0.0995)
+    )
+
+
+def test_both_places_of_the_formula_agree_near_one() -> None:
+    from sde_samplers.coefficients import _formulas
+
+    for t in (0.9, 0.998, 0.999, 0.9997, 1.0):
+        rows = _formulas(
+            "flow_sde", torch.tensor([t], dtype=torch.float64), torch.tensor([0.8], dtype=torch.float64), 0.7, 0.8
+        )
+        one = _formulas("flow_sde", t, 0.8, 0.7, 0.8)
+        assert [float(value) for value in rows] == pytest.approx(list(one), rel=1e-12)
 
 
 def test_last_step_of_flow_sde_keeps_noise_and_of_cps_has_none() -> None:

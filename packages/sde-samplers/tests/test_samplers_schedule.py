@@ -6,6 +6,7 @@ import itertools
 import math
 import pickle
 
+import diffusers
 import numpy as np
 import pytest
 import sde_samplers as ss
@@ -169,3 +170,20 @@ def test_a_first_entry_that_misses_one_by_rounding_becomes_one() -> None:
     assert float(taken.sigmas[0]) == 1.0
     assert torch.equal(taken.sigmas[1:], scheduler.sigmas[1:])
     assert taken == ss.flow_match(6, 0.2)
+
+
+def test_a_scheduler_that_draws_its_own_noise_is_refused() -> None:
+    noisy = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, stochastic_sampling=True)
+    for scheduler in (noisy, diffusers.FlowMatchLCMScheduler(shift=3.0)):
+        with pytest.raises(ss.SamplerError, match="draws noise of its own"):
+            ss.from_diffusers(scheduler, 4)
+
+
+@pytest.mark.parametrize("spacing", ["use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"])
+def test_other_spacings_are_those_of_the_stock_scheduler(spacing: str) -> None:
+    if spacing == "use_beta_sigmas":
+        pytest.importorskip("scipy")
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, **{spacing: True})
+    schedule = ss.from_diffusers(scheduler, 6)
+    scheduler.set_timesteps(6)
+    assert torch.equal(schedule.sigmas, scheduler.sigmas.float())

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from fsdp_diffusers_engine.config import DiffusionModelConfig
-
 from ray_trainer.config import RunConfig, to_tree, updates_per_step
 from ray_trainer.errors import TrainerError
-from ray_trainer.models import ARCHITECTURES, locate, pipeline_class, read_index
+from ray_trainer.model_folder import ARCHITECTURES, check_folder, read_index, transformer_size
+from ray_trainer.models import locate, pipeline_class
 from ray_trainer.prompts import Prompt, PromptSampler, load_prompts
 from ray_trainer.ranges import check_ranges
 from ray_trainer.resume import check_resume
@@ -16,8 +15,9 @@ from ray_trainer.run_dir import check_run_dir
 from ray_trainer.validate_algorithm import check_algorithm, require
 
 
-def _check_model(model: DiffusionModelConfig) -> tuple[str, list[str]]:
+def _check_model(config: RunConfig) -> tuple[str, list[str]]:
     """The pipeline class of a model, and what to say about it beforehand. Nothing is downloaded here."""
+    model = config.model
     location, named = model.path, None if model.architecture is None else pipeline_class(model.architecture)
     folder = locate(location)
     if folder is None:
@@ -33,18 +33,43 @@ def _check_model(model: DiffusionModelConfig) -> tuple[str, list[str]]:
             f"model.path={location!r} holds no diffusers pipeline (no {index}); give the folder that "
             "DiffusionPipeline.save_pretrained wrote, a Hugging Face Hub id, or builtin:tiny_qwen_image"
         )
-    pipeline = str(read_index(folder)["_class_name"])
-    missing = [part for part in ("transformer", "vae") if not (folder / part / "config.json").is_file()]
-    if missing:
-        raise TrainerError(
-            f"model.path={location!r} lacks {', '.join(missing)}/config.json; copy the whole pipeline folder"
-        )
+    pipeline = read_index(folder)["_class_name"]
     if named not in (None, pipeline):
         raise TrainerError(
             f"model.architecture={model.architecture!r} means {named}, but model.path={location!r} is a {pipeline}; "
             "change one of them"
         )
-    return pipeline, []
+    try:
+        pipeline = check_folder(folder)
+        known = any(pipeline == architecture.pipeline for architecture in ARCHITECTURES.values())
+        return pipeline, _warn_about_size(config, transformer_size(folder)) if known else []
+    except TrainerError as error:
+        raise TrainerError(f"model.path={location!r}: {error}") from error
+
+
+FULL_SIZE = 1e9
+"""Parameters from which a transformer is no longer a toy: the smallest published one here has 2.2e9."""
+
+
+def _warn_about_size(config: RunConfig, parameters: int) -> list[str]:
+    """What a recipe for a tiny policy would do to a model of full size: one line with the keys to change, or none."""
+    actor, keys = config.actor, []
+    if parameters < FULL_SIZE:
+        return []
+    if not config.model.enable_gradient_checkpointing:
+        keys.append("model.enable_gradient_checkpointing=true (all activations are kept)")
+    if actor.ppo_micro_batch_size_per_gpu > 16:
+        keys.append(f"actor.ppo_micro_batch_size_per_gpu=8 (now {actor.ppo_micro_batch_size_per_gpu})")
+    if actor.optim.lr > 5e-4:
+        keys.append(f"actor.optim.lr=3e-4 (now {actor.optim.lr:g})")
+    if actor.fsdp_config.model_dtype == "fp32":
+        keys.append(f"actor.fsdp_config.model_dtype=bf16 (fp32 weights take {4 * parameters / 1e9:.0f} GB)")
+    if not keys:
+        return []
+    return [
+        f"warning: {config.recipe} is made for a tiny policy, and this transformer has {parameters / 1e9:.1f} billion parameters; "
+        f"set {', '.join(keys)}, or start from a recipe for full size (--help lists them)"
+    ]
 
 
 def _check_reward(config: RunConfig, prompts: list[Prompt]) -> None:
@@ -86,7 +111,7 @@ def validate_config(config: RunConfig) -> list[str]:
     """
     r, t, d, a = config.rollout, config.trainer, config.data, config.actor
     check_ranges(RunConfig, to_tree(config))  # `compose` did; a config that was made in Python comes here first
-    pipeline, notes = _check_model(config.model)
+    pipeline, notes = _check_model(config)
     train, val = load_prompts(d.train_file), load_prompts(d.val_file)
     PromptSampler(train, d.prompts_per_step, t.seed)
     _check_reward(config, [*train, *val])

@@ -5,7 +5,7 @@ Notation: one reverse step t -> u with u < t, h = t - u; v is the velocity (targ
 level.
 
     ode        x - h v
-    flow_sde   s² = η² t / (1 - t̄), t̄ = t but sigma_cap where t is exactly 1. Flow-GRPO, arXiv 2505.05470, Eq. 29
+    flow_sde   s² = η² t / (1 - t̄), t̄ = t but sigma_cap where t is 1 or a training step below. Flow-GRPO, arXiv 2505.05470, Eq. 29
     dance_sde  s = η. DanceGRPO, arXiv 2505.07818
     wan_sde    s = sigma_cap * t, no η. flow_grpo's Wan pipeline, for a schedule that ends at 0
                all three: mean = x - h [v + s²/(2t) (x + (1-t) v)], which keeps the marginals of the ODE
@@ -26,6 +26,10 @@ from torch import Tensor
 
 from .errors import SamplerError
 from .types import KINDS, Kind
+
+NEAR_ONE = 0.9989
+"""From here on sigma counts as 1 in the std of Flow-SDE. Multistep schedulers begin at 0.999 shifted instead of at 1 (diffusers'
+DPM-Solver++ with flow_shift 3: 0.9997); their first step would have ten times the std of the same step from 1."""
 
 Scalar = float | Tensor
 """One number for the batch, or a float64 tensor [B]."""
@@ -54,7 +58,7 @@ def step_coefficients(
         kind: see the top of this file.
         sigma, sigma_next: a number, or a tensor with one value per sample [B].
         noise_level: η >= 0; inside [0, 1] for flow_cps and ddim; unused by ode and wan_sde.
-        sigma_cap: the schedule's second entry. Flow-SDE uses it only where sigma is exactly 1, and takes sigma_next
+        sigma_cap: the schedule's second entry. Flow-SDE uses it only where sigma is 1 (to a training step), and takes sigma_next
             when it is None (at the first step they are the same); wan_sde needs it at every step.
         batch: B, checked against the tensors when given.
 
@@ -145,10 +149,11 @@ def _marginal_keeping(t: Scalar, h: Scalar, half_rate: Scalar, variance: Scalar)
 
 
 def _gap_to_one(t: Scalar, cap: Scalar) -> Scalar:
-    """1 - t, and 1 - cap where t is exactly 1."""
+    """1 - t, and 1 - cap where t is 1, or so near that 1 - t says nothing but where a scheduler's table ends."""
     if not isinstance(t, Tensor):
-        return 1 - (cap if t == 1 else t)
-    return torch.where(t == 1, 1 - torch.as_tensor(cap, dtype=t.dtype, device=t.device), 1 - t)
+        return 1 - (min(t, cap) if t >= NEAR_ONE else t)
+    capped = torch.minimum(t, torch.as_tensor(cap, dtype=t.dtype, device=t.device))
+    return 1 - torch.where(t >= NEAR_ONE, capped, t)
 
 
 def _sqrt(value: Scalar) -> Scalar:
@@ -176,7 +181,7 @@ def _check_values(kind: Kind, t: Scalar, u: Scalar, cap: Scalar) -> None:
             f"a step needs 0 <= sigma_next < sigma <= 1, got sigma={t!r} and sigma_next={u!r}; "
             "sigmas are noise levels (timestep / 1000) and decrease"
         )
-    uses_cap = kind == "wan_sde" or (kind == "flow_sde" and t == 1)
+    uses_cap = kind == "wan_sde" or (kind == "flow_sde" and t >= NEAR_ONE)
     if uses_cap and not 0.0 <= cap < 1.0:
         raise SamplerError(
             f"sigma_cap={cap!r} stands in for sigma = 1 in the std and must lie in [0, 1); pass schedule.sigma_cap"

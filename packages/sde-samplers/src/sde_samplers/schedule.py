@@ -178,6 +178,11 @@ def from_diffusers(
             f"from_diffusers got {type(scheduler).__name__}, which is no FlowMatchEulerDiscreteScheduler; "
             "load the scheduler of a flow-matching pipeline or build a grid with flow_match()"
         )
+    if getattr(config, "stochastic_sampling", False) or type(scheduler).__name__ == "FlowMatchLCMScheduler":
+        raise SamplerError(
+            f"{type(scheduler).__name__} draws noise of its own in every step (stochastic_sampling, LCM), and a sigma table "
+            "leaves that out; take a FlowMatchEulerDiscreteScheduler without it, and a stochastic kind of sde_step"
+        )
     if config.use_dynamic_shifting and mu is None:
         raise SamplerError(
             "this scheduler shifts by the token count (use_dynamic_shifting), but mu=None; "

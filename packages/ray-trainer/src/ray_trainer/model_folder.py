@@ -1,0 +1,295 @@
+"""Whether a pipeline folder can be trained, told from its small files and the headers of its weights, before anything is loaded.
+
+Reads a few kilobytes of each file and imports no torch. The rules are those of the loaders that run later: diffusers and
+transformers look for certain file names, `model_specs` for certain parts, and the samplers need the sigmas of a flow-matching Euler
+scheduler.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ray_trainer.errors import TrainerError
+
+
+class Architecture(NamedTuple):
+    """Classes of a pipeline in diffusers, and the text parts beyond `text_encoder` and `tokenizer` that it cannot do without."""
+
+    transformer: str
+    pipeline: str
+    vae: str
+    extra: tuple[str, ...] = ()
+
+
+# By short name, as `model_specs` knows them. Repeated here because that package needs torch and a check of the command line must
+# not; a test holds the two together.
+ARCHITECTURES = {
+    "flux": Architecture("FluxTransformer2DModel", "FluxPipeline", "AutoencoderKL", ("text_encoder_2", "tokenizer_2")),
+    "qwen_image": Architecture("QwenImageTransformer2DModel", "QwenImagePipeline", "AutoencoderKLQwenImage"),
+    "sd3": Architecture(
+        "SD3Transformer2DModel", "StableDiffusion3Pipeline", "AutoencoderKL", ("text_encoder_2", "tokenizer_2")
+    ),
+    "wan": Architecture("WanTransformer3DModel", "WanPipeline", "AutoencoderKLWan"),
+    "z_image": Architecture("ZImageTransformer2DModel", "ZImagePipeline", "AutoencoderKL"),
+}
+_SINGLE = "diffusion_pytorch_model"
+_EULER = "FlowMatchEulerDiscreteScheduler"
+_WAN_SOLVERS = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler")
+_RESPACED = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
+
+_WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "processor", "feature_extractor", "image_processor")
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".msgpack")
+_LFS = b"version https://git-lfs"
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The content of `model_index.json`. Raises `TrainerError` when it is not a JSON object that names a class."""
+    content = _read_json(folder / "model_index.json")
+    if not isinstance(content.get("_class_name"), str):
+        raise TrainerError(
+            f"{folder / 'model_index.json'} is no pipeline index: it names no _class_name; save it again"
+        )
+    return content
+
+
+def parts(folder: Path) -> list[str]:
+    """Subfolders that the index names; parts that a pipeline was saved without are [null, null]."""
+    return [name for name, entry in read_index(folder).items() if isinstance(entry, list) and entry[-1:] != [None]]
+
+
+def missing_parts(folder: Path) -> list[str]:
+    """Parts of a pipeline folder that are not there in full: a download that was cut off leaves some."""
+    missing = []
+    for part in parts(folder):
+        try:
+            check_part(folder, part)
+        except TrainerError:
+            missing.append(part)
+    return missing
+
+
+def check_folder(folder: Path) -> str:
+    """The pipeline class of a folder that can be trained.
+
+    Raises:
+        TrainerError: the first fault, with its file and what to do.
+    """
+    index, named = read_index(folder), parts(folder)
+    pipeline = str(index["_class_name"])
+    known = next((a for a in ARCHITECTURES.values() if a.pipeline == pipeline), None)
+    if known is None:
+        if not _has_third_party_spec(pipeline):
+            names = ", ".join(sorted(a.pipeline for a in ARCHITECTURES.values()))
+            raise TrainerError(f"{folder} is a {pipeline}, and no model spec trains that; known are {names}")
+        return pipeline  # its spec knows what it needs
+    needed = ["transformer", "vae", "scheduler", "text_encoder", "tokenizer", *known.extra]
+    if pipeline == "WanPipeline" and index.get("boundary_ratio") is not None:
+        needed.append("transformer_2")
+    if lacking := [part for part in needed if part not in named]:
+        raise TrainerError(
+            f"{folder} lacks {', '.join(lacking)}: model_index.json gives no class for it; copy the whole pipeline folder"
+        )
+    for part in named:
+        if part in needed or part.startswith(("transformer", "text_encoder", "tokenizer")):
+            check_part(folder, part)
+    for part, expected in (("transformer", known.transformer), ("vae", known.vae)):
+        found = _read_json(folder / part / "config.json").get("_class_name", expected)
+        if found != expected:
+            raise TrainerError(f"{folder / part} holds a {found}, and a {pipeline} needs a {expected}")
+    check_scheduler(folder, pipeline)
+    return pipeline
+
+
+def check_part(folder: Path, part: str) -> None:
+    """Raise `TrainerError` unless the subfolder `part` holds what its loader will look for, in full."""
+    here = folder / part
+    files = sorted(here.iterdir()) if here.is_dir() else []
+    if not files:
+        raise TrainerError(f"{folder} has no {part}/, or nothing in it; copy the whole pipeline folder")
+    for file in files:
+        _refuse_pointer(file)
+    if part.startswith("scheduler"):
+        _read_json(here / "scheduler_config.json")
+    elif part.startswith("tokenizer"):
+        _read_json(here / "tokenizer_config.json")
+        if not any(match.is_file() for name in _VOCABULARIES for match in here.glob(name)):
+            raise TrainerError(
+                f"{here} has no vocabulary ({', '.join(_VOCABULARIES)}); copy the whole tokenizer folder"
+            )
+    elif not part.startswith(_WITHOUT_WEIGHTS):
+        config = _read_json(here / "config.json")
+        if "quantization_config" in config and part.startswith(("transformer", "vae")):
+            raise TrainerError(f"{here} holds quantized weights (quantization_config); give the folder in bf16 or fp32")
+        library = read_index(folder)[part][0]
+        for file in _weight_files(here, _SINGLE if library == "diffusers" else "model"):
+            read_header(file)
+
+
+def check_scheduler(folder: Path, pipeline: str) -> None:
+    """Raise `TrainerError` unless the samplers can take the scheduler's sigmas as they are."""
+    file = folder / "scheduler" / "scheduler_config.json"
+    config = _read_json(file)
+    name = config.get("_class_name")
+    solvers = _WAN_SOLVERS if pipeline == "WanPipeline" else ()
+    respaced = [key for key in _RESPACED if config.get(key)]
+    if name == _EULER:
+        wrong = {
+            "stochastic_sampling": bool(config.get("stochastic_sampling")),
+            "invert_sigmas": bool(config.get("invert_sigmas")),
+            "num_train_timesteps": config.get("num_train_timesteps", 1000) != 1000,
+            " and ".join(respaced): len(respaced) > 1,
+        }
+        if respaced == ["use_beta_sigmas"] and find_spec("scipy") is None:
+            raise TrainerError(f"{file}: use_beta_sigmas needs scipy; install it, or set it to false")
+    elif name in solvers:
+        wrong = {
+            "use_flow_sigmas": not config.get("use_flow_sigmas"),
+            "prediction_type": config.get("prediction_type") != "flow_prediction",
+            "final_sigmas_type": config.get("final_sigmas_type", "zero") != "zero",
+            "use_dynamic_shifting": bool(config.get("use_dynamic_shifting")),
+            "num_train_timesteps": config.get("num_train_timesteps", 1000) != 1000,
+            " and ".join(respaced): bool(respaced),
+        }
+    else:
+        raise TrainerError(
+            f"{file} names the scheduler {name!r}, whose steps the samplers cannot take for a {pipeline}; put a {_EULER} there "
+            "(its from_config takes this one's shift)"
+        )
+    for key, bad in wrong.items():
+        if bad:
+            raise TrainerError(
+                f"{file}: {name} with {key}={config.get(key.split(' ')[0])!r} does not step along the flow that is trained; "
+                f"set it to what the published pipeline has, or put a plain {_EULER} there"
+            )
+
+
+def transformer_size(folder: Path) -> int:
+    """Parameters of the transformer of a folder that `check_folder` has passed, from the headers of its weights."""
+    return sum(
+        math.prod(entry["shape"])
+        for file in _weight_files(folder / "transformer", _SINGLE)
+        for name, entry in read_header(file).items()
+        if name != "__metadata__"
+    )
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """The header of a safetensors file: name to {dtype, shape, data_offsets}.
+
+    Raises:
+        TrainerError: not a safetensors file, or its size is not what the header says.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            text = opened.read(length) if length <= size - 8 else b""
+        header = json.loads(text)
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except OSError as error:
+        raise TrainerError(f"{file} cannot be read ({error.strerror}); copy it again") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TrainerError(
+            f"{file} is cut off or no safetensors file (no whole header in its {size} bytes); copy it again"
+        ) from error
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        raise TrainerError(
+            f"{file} has {size} bytes and its header says {expected}: it is cut off or damaged; copy it again"
+        )
+    return dict(header)
+
+
+def _weight_files(here: Path, stem: str) -> list[Path]:
+    """The safetensors files of a part, as the loader will choose them: by their table, else the single file."""
+    table, single = here / f"{stem}.safetensors.index.json", here / f"{stem}.safetensors"
+    if single.is_file() and (stem == "model" or not table.is_file()):
+        return [single]
+    if not table.is_file():
+        raise TrainerError(_why_no_weights(here, stem))
+    weight_map = _read_json(table).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+        raise TrainerError(f"{table} holds no weight_map from tensors to files; copy it again")
+    names = sorted(set(weight_map.values()))
+    absent = [name for name in names if not (here / name).is_file()]
+    if absent:
+        raise TrainerError(
+            f"{table} names {absent[0]!r}, which is not there ({len(absent)} of {len(names)} missing); copy it"
+        )
+    headers = {name: read_header(here / name) for name in names}
+    for tensor, name in weight_map.items():
+        if tensor not in headers[name]:
+            raise TrainerError(
+                f"{table} says that {name!r} holds {tensor!r}, and it does not; copy the table and its files again"
+            )
+    return [here / name for name in names]
+
+
+def _why_no_weights(here: Path, stem: str) -> str:
+    """What is there instead, and what to do about it."""
+    names = sorted(file.name for file in here.iterdir() if file.is_file())
+    expected = f"{stem}.safetensors"
+    for name in names:
+        if found := re.fullmatch(
+            rf"{stem}\.(?:safetensors\.index\.)?(\w+?)(?:-\d+-of-\d+)?\.(?:safetensors|json)", name
+        ):
+            return (
+                f"{here} has only the {found[1]} variant of its weights ({name}); load the pipeline with "
+                f"variant={found[1]!r} and save_pretrained it without one"
+            )
+    if shards := [name for name in names if re.fullmatch(rf"{stem}-\d+-of-\d+\.safetensors", name)]:
+        return f"{here} has {shards[0]} but not {expected}.index.json, which says what lies where; copy it"
+    if other := [name for name in names if name.endswith(".safetensors")]:
+        return f"{here} has {other[0]}, and the loader looks for {expected}; rename it, or save the pipeline again"
+    if pickled := [name for name in names if name.endswith(_PICKLED)]:
+        return (
+            f"{here} has pickled weights ({pickled[0]}), which are not read here; load the pipeline with diffusers and "
+            "save_pretrained(folder, safe_serialization=True)"
+        )
+    return f"{here} has no weights ({expected} or {expected}.index.json); copy the whole pipeline folder"
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise TrainerError(f"there is no {file}; copy the whole pipeline folder")
+    _refuse_pointer(file)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TrainerError(f"{file} cannot be read ({error.strerror})") from error
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise TrainerError(f"{file} is not JSON ({error}); copy it again") from error
+    if not isinstance(content, dict):
+        raise TrainerError(f"{file} must hold a JSON object and holds a {type(content).__name__}; copy it again")
+    return content
+
+
+def _refuse_pointer(file: Path) -> None:
+    """A clone without git-lfs has small text files in place of the large ones."""
+    if file.is_file() and file.stat().st_size < 1024:
+        with file.open("rb") as opened:
+            if opened.read(len(_LFS)) == _LFS:
+                raise TrainerError(
+                    f"{file} is a git-lfs pointer in place of the file; run `git lfs pull` in that clone"
+                )
+
+
+def _has_third_party_spec(pipeline: str) -> bool:
+    """Whether a package has added a spec for this pipeline; imports torch only when there is one that could be it."""
+    from importlib.metadata import entry_points
+
+    if all(entry.value.startswith("model_specs.") for entry in entry_points(group="model_specs")):
+        return False
+    from model_specs.errors import SpecError
+    from model_specs.registry import find
+
+    try:
+        return find(pipeline).pipeline_class == pipeline
+    except SpecError:
+        return False
