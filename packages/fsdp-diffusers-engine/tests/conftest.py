@@ -158,14 +158,13 @@ def make_worker(tiny_qwen: Path) -> Callable[..., TrainingWorker]:
         loss: DiffusionLossConfig | None = None, states: tuple[str, ...] = ("default", "old"), **actor: Any
     ) -> TrainingWorker:
         config = FSDPDiffusionActorConfig(
-            ppo_micro_batch_size_per_gpu=2,
             diffusion_loss=loss or DiffusionLossConfig(clip_ratio=1.0),
             optim=FSDPOptimizerConfig(lr=1e-3),
             model_config=DiffusionModelConfig(
                 path=str(tiny_qwen), lora_rank=4, lora_alpha=8, policy_state_adapters=list(states)
             ),
             fsdp_config=FSDPEngineConfig(device="cpu", peak_tflops=1.0),
-            **{"ppo_mini_batch_size": 4, **actor},
+            **{"ppo_mini_batch_size": 4, "ppo_micro_batch_size_per_gpu": 2, **actor},
         )
         worker = TrainingWorker(pickle.loads(pickle.dumps(TrainingWorkerConfig(actor=config))))
         worker.reset()

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusion_losses import DiffusionLossConfig
-from diffusion_losses.config import LOSS_MODES
+from diffusion_losses import DiffusionLossConfig, known_losses
 from fsdp_diffusers_engine import DiffusionModelConfig, EngineError, ForwardProcessConfig, gather_outputs
 from fsdp_diffusers_engine.forwards import ForwardCounter
 from fsdp_diffusers_engine.losses import FirstUpdateLoss
@@ -57,7 +56,7 @@ def label(value: Any) -> str | None:
 
 
 def test_every_loss_is_counted_below() -> None:
-    assert {config.loss_mode for config, *_ in CASES} == set(LOSS_MODES)
+    assert {config.loss_mode for config, *_ in CASES} == set(known_losses())
 
 
 @pytest.mark.parametrize(("config", "states", "train", "no_grad"), CASES, ids=label)

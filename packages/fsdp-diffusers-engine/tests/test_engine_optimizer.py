@@ -56,9 +56,24 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(make_engine: Any, 
     assert same(weights(engine), before)
     assert all(p.grad is None for p in engine.trainable.values())
     engine.forward_backward(data, LOSS)
-    assert engine.step()["actor/skipped_steps"] == 1.0
-    assert engine.optimizer_steps == 1
+    assert engine.step()["actor/skipped_steps"] == 0.0
+    assert (engine.skipped_steps, engine.optimizer_steps) == (1, 1)
     assert not same(weights(engine), before)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_gradient_of_zero_moves_nothing_and_is_counted(make_engine: Any, make_batch: Any, full: bool) -> None:
+    """Momentum of earlier steps and weight decay would move the weights though nothing was to be learned."""
+    engine, data = make_engine(full=full, optim={"weight_decay": 0.1}), prepared(make_batch())
+    engine.forward_backward(data, LOSS)
+    assert engine.step()["actor/empty_steps"] == 0.0
+    before = weights(engine)
+    data["advantages"] = torch.zeros_like(data["advantages"])
+    engine.forward_backward(data, LOSS)
+    metrics = engine.step()
+    assert (metrics["actor/grad_norm"], metrics["actor/empty_steps"], metrics["actor/skipped_steps"]) == (0.0, 1.0, 0.0)
+    assert (engine.empty_steps, engine.optimizer_steps) == (1, 1)
+    assert same(weights(engine), before)
 
 
 def test_schedules() -> None:
@@ -75,7 +90,7 @@ def test_the_schedule_reaches_the_optimizer(make_engine: Any, make_batch: Any) -
     engine = make_engine(
         optim={"lr": 1.0, "lr_scheduler_type": "linear", "total_training_steps": 4, "min_lr_ratio": 0.5}
     )
-    rates = [engine.step()["actor/lr"] for _ in range(3)]
+    rates = [engine.step()["actor/lr"] for _ in range(3)]  # without a gradient, too: the schedule counts planned steps
     assert rates == pytest.approx([1.0, 0.875, 0.75])
 
 

@@ -15,7 +15,6 @@ from fsdp_diffusers_engine import (
     FSDPDiffusionActorConfig,
     TrainingWorker,
     TrainingWorkerConfig,
-    reduce_metrics,
 )
 
 
@@ -89,19 +88,30 @@ def test_worker_refuses_wrong_use(tiny_qwen: Path, make_batch: Any) -> None:
         TrainingWorker(TrainingWorkerConfig(actor=FSDPDiffusionActorConfig(strategy="megatron")))
 
 
-def test_metrics_are_weighted_by_what_they_count() -> None:
-    rows = [
-        {"actor/loss": torch.tensor(1.0), "actor/count": 3.0, "actor/ratio_max": 1.5, "actor/ratio_min": 0.9},
-        {"actor/loss": torch.tensor(5.0), "actor/count": 1.0, "actor/ratio_max": 1.1, "actor/ratio_min": 0.5},
-        {"actor/lr": 0.1},
-    ]
-    assert reduce_metrics(rows) == {
-        "actor/loss": 2.0,
-        "actor/count": 4.0,
-        "actor/ratio_max": 1.5,
-        "actor/ratio_min": 0.5,
-        "actor/lr": 0.1,
-    }
+def test_metrics_are_those_of_the_whole_batch_whatever_the_micro_batches(make_worker: Any, make_batch: Any) -> None:
+    """Micro-batches of one element have no spread of their own, and yet the batch has one."""
+    data = make_batch(count=10)
+    data["rollout_log_probs"] = data["old_log_probs"] = 0.01 * torch.randn(10, 2)
+    data["mask"] = torch.arange(10) != 3
+    found = {}
+    for size in (1, 3, 4, 10):
+        worker = make_worker(ppo_micro_batch_size_per_gpu=size, ppo_mini_batch_size=10)
+        found[size] = worker.train_mini_batch(data)["metrics"]
+    whole = {name: value for name, value in found[10].items() if not name.startswith(("time/", "perf/"))}
+    assert whole["actor/ratio_std"] > 0
+    assert whole["actor/noise_max"] == whole["actor/distance_max"] > 0
+    for size in (1, 3, 4):
+        assert {name: found[size][name] for name in whole} == pytest.approx(whole, rel=1e-5, abs=1e-7), size
+
+
+def test_left_out_samples_make_smaller_mini_batches_not_fewer(make_worker: Any, make_batch: Any) -> None:
+    data = make_batch(count=3)
+    data["old_log_probs"] = torch.zeros(3, 2)
+    for planned, steps in ((2, 2), (5, 3)):
+        data.set_non_tensor("mini_batches", planned)
+        worker = make_worker(ppo_mini_batch_size=4)
+        worker.train_mini_batch(data)
+        assert worker.engine.optimizer_steps == steps
 
 
 def test_counted_operations_follow_the_formula(make_engine: Any, make_batch: Any) -> None:

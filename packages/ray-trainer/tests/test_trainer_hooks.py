@@ -1,16 +1,25 @@
 """What the apps' hooks make of a scored batch, without Ray."""
 
 import asyncio
+from importlib.resources import files
+from pathlib import Path
+from types import SimpleNamespace
 
 import dpo_online.trainer as dpo
 import flowgrpo.trainer as grpo
 import pytest
 import torch
+from diffusion_losses import DiffusionLossConfig
 from omni_rollout.batching import plan_batches
 from omni_rollout.types import GenerationRequest
 from ray_trainer import schema
-from ray_trainer.group import LockstepHandle
+from ray_trainer.config import compose
+from ray_trainer.errors import TrainerError
+from ray_trainer.group import LockstepHandle, fill_up
+from ray_trainer.validate_algorithm import check_algorithm, check_experts
 from tensordict import NonTensorStack, TensorDict
+
+RECIPES = Path(str(files("flowgrpo"))) / "recipes"
 
 
 def trajectories(rows=64, window=5):
@@ -44,12 +53,8 @@ class Config:
     """As much of a config as the hooks read."""
 
     class algorithm:
-        advantage_std, advantage_ddof, advantage_eps = "batch", 0, 1e-4
+        advantage_std, advantage_ddof, advantage_eps, flat_groups = "batch", 0, 1e-4, "keep"
         pair_margin, pair_mode = 0.0, "best_worst"
-
-    class actor:
-        class diffusion_loss:
-            adv_clip_max = 5.0
 
 
 def scored(rewards):
@@ -65,14 +70,145 @@ def trainer(cls):
     return made
 
 
-def test_groups_that_say_nothing_are_left_out_of_a_forward_process_update():
-    batch = scored([0.0, 1.0, 0.5, 0.7, 0.7, 0.7, float("nan"), 0.2, 0.4])
-    data, metrics = trainer(dpo.RayForwardProcessTrainer).prepare_update(batch, 0)
-    assert data["final_latents"][:, 0].tolist() == [0, 1, 2, 7, 8]
-    assert data["advantages"].shape == (5, 1)
+REWARDS = [0.0, 1.0, 0.5, 0.7, 0.7, 0.7, float("nan"), 0.2, 0.4]
+
+
+@pytest.mark.parametrize(("flat", "left"), [("keep", [0, 1, 2, 3, 4, 5, 7, 8]), ("drop", [0, 1, 2, 7, 8])])
+@pytest.mark.parametrize("cls", [dpo.RayForwardProcessTrainer, grpo.RayFlowGRPOTrainer])
+def test_flat_groups_are_kept_or_dropped_and_unscored_samples_always_leave(cls, flat, left, monkeypatch):
+    monkeypatch.setattr(Config.algorithm, "flat_groups", flat)
+    batch = scored(REWARDS)
+    batch["latents"] = torch.zeros(9, 2, 4)
+    data, metrics = trainer(cls).compute_advantage(batch)
+    assert data["final_latents"][:, 0].tolist() == left
+    assert data["advantages"].shape == (len(left), 2 if cls is grpo.RayFlowGRPOTrainer else 1)
     assert data["advantages"][:3].sum() == pytest.approx(0, abs=1e-6)
+    if flat == "keep":
+        assert (data["advantages"][3:6] == 0).all()
     assert metrics["advantages/equal_groups"] == 1
     assert metrics["advantages/nonfinite"] == 1
+    assert metrics["advantages/dropped"] == 9 - len(left)
+
+
+def test_advantages_reach_the_loss_unclamped():
+    """Flow-DPPO does not clamp them, so nobody else may: a group's only success of 64 has A = 7.9 = sqrt(63)."""
+    batch = TensorDict({"rm_scores": torch.eye(64)[:, :1]}, batch_size=[64])
+    batch["uid"] = NonTensorStack(*["u"] * 64)
+    data, _ = trainer(dpo.RayForwardProcessTrainer).compute_advantage(batch)
+    assert data["advantages"].max() == pytest.approx(63**0.5, rel=1e-2)
+
+
+class Workers:
+    """What the policy-gradient hooks ask of the workers: scores, and how many rows they were asked to score."""
+
+    def __init__(self):
+        self.rows = []
+
+    def run_batch(self, method, batch):
+        self.rows.append(len(batch))
+        return TensorDict({"log_probs": torch.zeros(len(batch), 2), "means": batch["latents"]}, batch_size=[len(batch)])
+
+
+@pytest.mark.parametrize("rewards", [REWARDS, [0.5] * 9])
+def test_dropped_rows_cost_no_forward(rewards, monkeypatch):
+    monkeypatch.setattr(Config.algorithm, "flat_groups", "drop")
+    monkeypatch.setattr(Config.algorithm, "old_log_probs", "trainer", raising=False)
+    monkeypatch.setattr(Config.algorithm, "step_fraction", 1.0, raising=False)
+
+    class actor:
+        diffusion_loss = DiffusionLossConfig(ref_kl_coef=0.1)
+
+    class loop:
+        seed = 0
+
+    monkeypatch.setattr(Config, "actor", actor, raising=False)
+    monkeypatch.setattr(Config, "trainer", loop, raising=False)
+    batch = scored(rewards)
+    batch["latents"] = batch["next_latents"] = torch.randn(9, 2, 4)
+    batch["step_index"] = torch.zeros(9, 2, dtype=torch.int64)
+    batch["std"] = batch["rollout_log_probs"] = torch.ones(9, 2)
+    batch["sigmas"], batch["prompt_embeds"] = torch.ones(9, 4), torch.ones(9, 2, 3)
+    made = trainer(grpo.RayFlowGRPOTrainer)
+    made.workers = Workers()
+    data, _ = made.prepare_update(batch, 0)
+    left = 5 if rewards is REWARDS else 0
+    assert len(data) == left
+    assert made.workers.rows == ([left, left] if left else [])
+
+
+@pytest.mark.parametrize("left", [1, 3, 8, 11])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_what_is_left_deals_out_evenly_and_the_filling_counts_nowhere(left, workers):
+    batch = TensorDict({"row": torch.arange(left)}, batch_size=[left])
+    filled = fill_up(batch, workers)
+    assert len(filled) % workers == 0
+    counted = filled["mask"] if "mask" in filled.keys() else torch.ones(len(filled), dtype=torch.bool)  # noqa: SIM118
+    assert filled["row"][counted].tolist() == list(range(left))
+
+
+def noted(metrics, **changes):
+    """What the loop says about `metrics` of the first update."""
+    made, said = trainer(dpo.RayForwardProcessTrainer), []
+    recipe = RECIPES / f"{changes.pop('recipe', 'tiny_flow_grpo')}.yaml"
+    made.config = compose("flowgrpo", recipe, [f"{key}={value}" for key, value in changes.items()])
+    made.live = SimpleNamespace(note=said.append)
+    made._warn_about_noise(metrics)
+    made._warn_about_noise(metrics)
+    return said
+
+
+def test_the_warning_about_noise_knows_each_clip_and_advises_what_is_not_set():
+    bf16 = {"actor.fsdp_config.model_dtype": "bf16"}
+    assert noted({"actor/noise_max": 9e-4}) == []
+    assert noted({"actor/rollout_log_prob_diff_max": 0.5, "actor/noise_max": 0.0}) == []
+    (line,) = noted({"actor/noise_max": 2e-3})  # once, not twice
+    assert "clip_ratio=0.001: set algorithm.old_log_probs=trainer, or raise actor.diffusion_loss.clip_ratio" in line
+    (line,) = noted({"actor/noise_max": 2e-3}, **{"algorithm.old_log_probs": "trainer"}, **bf16)
+    assert "old_log_probs" not in line
+    assert "float32" in line
+    scoring = {"algorithm.old_log_probs": "trainer", "actor.log_prob_micro_batch_size_per_gpu": 4}
+    (line,) = noted({"actor/noise_max": 2e-3}, **scoring)
+    assert "actor.log_prob_micro_batch_size_per_gpu=48" in line
+    (line,) = noted({"actor/noise_max": 2e-5}, recipe="tiny_flow_dppo")
+    assert "raise actor.diffusion_loss.kl_mask_threshold" in line
+    assert noted({"actor/noise_max": 9e-6}, recipe="tiny_flow_dppo") == []
+    assert len(noted({"actor/noise_max": 3e-6}, recipe="tiny_grpo_guard")) == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [("tiny_nft", "true_cfg_scale=1"), ("tiny_awm", "true_cfg_scale=1"), ("tiny_dpo", None)],
+)
+def test_guidance_is_refused_where_the_update_compares_with_the_velocity_that_sampled(recipe, words):
+    folder = Path(str(files("dpo_online"))) / "recipes"
+    config = compose("dpo-online", folder / f"{recipe}.yaml", ["rollout.pipeline.true_cfg_scale=4.0"])
+    if words is None:
+        return check_algorithm(config)
+    with pytest.raises(TrainerError, match=words):
+        check_algorithm(config)
+    embedded = compose("dpo-online", folder / f"{recipe}.yaml", ["rollout.pipeline.guidance_scale=3.5"])
+    return check_algorithm(embedded)  # an input of the model, in sampling and training alike
+
+
+@pytest.mark.parametrize(
+    ("app", "recipe", "changes", "words"),
+    [
+        ("dpo_online", "tiny_nft", [], "diffusion_nft draws a noise level for each sample"),
+        ("dpo_online", "tiny_dpo", [], "dpo draws a noise level for each sample"),
+        ("flowgrpo", "tiny_dance_grpo", [], "step_fraction=0.6 draws steps for each sample"),
+        ("flowgrpo", "tiny_dance_grpo", ["algorithm.step_fraction=1"], None),
+        ("flowgrpo", "tiny_flow_grpo", [], None),
+    ],
+)
+def test_two_experts_shared_by_several_processes_take_losses_whose_samples_stay_together(app, recipe, changes, words):
+    made = compose(app, Path(str(files(app))) / "recipes" / f"{recipe}.yaml", ["trainer.num_workers=2", *changes])
+    check_experts(made, {"boundary_ratio": None})
+    if words is None:
+        return check_experts(made, {"boundary_ratio": 0.875})
+    with pytest.raises(TrainerError, match=words):
+        check_experts(made, {"boundary_ratio": 0.875})
+    made.trainer.num_workers = 1
+    return check_experts(made, {"boundary_ratio": 0.875})
 
 
 def test_pairs_are_the_best_and_the_worst_of_a_prompt():

@@ -12,8 +12,7 @@ The update noises the clean latents again and looks at the velocity there:
 
 from __future__ import annotations
 
-import torch
-from diffusion_losses import group_advantages, make_pairs
+from diffusion_losses import make_pairs
 from ray_trainer import schema
 from ray_trainer.config import RunConfig
 from ray_trainer.step_metrics import Metrics
@@ -42,15 +41,13 @@ class RayForwardProcessTrainer(RayDiffusionTrainer):
     """Rollout → rewards → advantages → update: DiffusionNFT and AWM."""
 
     def prepare_update(self, batch: TensorDict, step: int) -> tuple[TensorDict, Metrics]:
-        """`advantages` [B, 1] within each prompt. Samples that say nothing (all of a group equal, no score) are left out."""
-        result = group_advantages(batch["rm_scores"][:, 0], list(batch["uid"]), **self.advantage_options())
-        batch["advantages"] = result.advantages.to(torch.float32)[:, None]
-        batch = batch[result.mask]
+        """`advantages` [B, 1] within each prompt; equal rewards mean r = 1/2 to DiffusionNFT, a pull to the old policy."""
+        batch, metrics = self.compute_advantage(batch)
         schema.check(batch, ("final_latents", "advantages"), "compute_advantage")
-        return batch, {name: float(value) for name, value in result.metrics.items()}
+        return batch, metrics
 
 
 def make_trainer(config: RunConfig) -> RayDiffusionTrainer:
     """The trainer of the config's loss."""
-    pairs = config.actor.diffusion_loss.loss_mode == "dpo"
+    pairs = config.actor.diffusion_loss.spec.paired
     return RayOnlineDPOTrainer(config) if pairs else RayForwardProcessTrainer(config)

@@ -8,7 +8,6 @@ base uses the transition's total std, ⟨(μ-μ_ref)²⟩/(2S²) with S = s√h,
 from __future__ import annotations
 
 import torch
-from diffusion_losses import group_advantages
 from ray_trainer import schema
 from ray_trainer.step_metrics import Metrics
 from ray_trainer.trainer import RayDiffusionTrainer
@@ -16,15 +15,17 @@ from tensordict import TensorDict
 
 
 class RayFlowGRPOTrainer(RayDiffusionTrainer):
-    """generate_sequence → compute_rm_score → compute_old_log_prob → compute_ref_log_prob → compute_advantage → update_actor."""
+    """generate_sequence → compute_rm_score → compute_advantage → compute_old_log_prob → compute_ref_log_prob → update_actor."""
 
     def prepare_update(self, batch: TensorDict, step: int) -> tuple[TensorDict, Metrics]:
-        """Old log-probs, reference means where a KL needs them, and advantages."""
+        """Advantages, then old log-probs and, where a KL needs them, reference means of the rows that are left."""
         schema.check(batch, schema.TRAJECTORY, "rollout")
         batch = choose_steps(batch, self.config.algorithm.step_fraction, self.config.trainer.seed, step)
+        batch, metrics = self.compute_advantage(batch)
+        if len(batch) == 0:
+            return batch, metrics
         batch = self.compute_old_log_prob(batch)
         batch = self.compute_ref_log_prob(batch)
-        batch, metrics = self.compute_advantage(batch)
         schema.check(batch, schema.UPDATE, "compute_advantage")
         return batch, metrics
 
@@ -50,14 +51,10 @@ class RayFlowGRPOTrainer(RayDiffusionTrainer):
         return batch
 
     def compute_advantage(self, batch: TensorDict) -> tuple[TensorDict, Metrics]:
-        """`advantages` [B, W]: the reward of a sample against its own prompt's group, grouped by `uid`."""
-        result = group_advantages(batch["rm_scores"][:, 0], list(batch["uid"]), **self.advantage_options())
-        scored = batch["rm_scores"][:, 0].isfinite()
-        if not bool(scored.all()):
-            batch["mask"] = scored  # a sample without a score is in no term of the loss
-        window = batch["latents"].shape[1]
-        batch["advantages"] = result.advantages.to(torch.float32)[:, None].expand(-1, window).contiguous()
-        return batch, {name: float(value) for name, value in result.metrics.items()}
+        """`advantages` [B, W]: every trained step of a sample has the sample's."""
+        batch, metrics = super().compute_advantage(batch)
+        batch["advantages"] = batch["advantages"].expand(-1, batch["latents"].shape[1]).contiguous()
+        return batch, metrics
 
 
 def choose_steps(batch: TensorDict, fraction: float, seed: int, step: int) -> TensorDict:

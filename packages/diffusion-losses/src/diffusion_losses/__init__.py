@@ -1,6 +1,6 @@
 """Advantages and losses of diffusion reinforcement learning: policy-gradient and forward-process, torch only.
 
-`DiffusionLossConfig` and `LossError` import without torch; every other name is loaded when it is first used.
+`DiffusionLossConfig`, `LossSpec` and `LossError` import without torch; every other name is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from diffusion_losses.config import DiffusionLossConfig
 from diffusion_losses.errors import LossError
+from diffusion_losses.specs import LossSpec, find_loss, known_losses
+from diffusion_losses.statistics import Statistic, numbers, pool_statistics, statistic
 
 if TYPE_CHECKING:
     from diffusion_losses.advantages import group_advantages, pair_advantages
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from diffusion_losses.multi_reward import combined_advantages
     from diffusion_losses.pairs import make_pairs
     from diffusion_losses.preference import denoising_error, preference_loss, preference_margin
-    from diffusion_losses.registry import diffusion_loss, known_losses, register_loss
+    from diffusion_losses.registry import diffusion_loss
     from diffusion_losses.running import RunningStatistics
     from diffusion_losses.selection import best_of_n
     from diffusion_losses.surrogates import (
@@ -41,7 +43,7 @@ _HOMES = {
     "multi_reward": ("combined_advantages",),
     "pairs": ("make_pairs",),
     "preference": ("denoising_error", "preference_loss", "preference_margin"),
-    "registry": ("diffusion_loss", "known_losses", "register_loss"),
+    "registry": ("diffusion_loss",),
     "running": ("RunningStatistics",),
     "selection": ("best_of_n",),
     "surrogates": (
@@ -62,14 +64,17 @@ __all__ = [
     "ElementLoss",
     "LossError",
     "LossOutput",
+    "LossSpec",
     "PairOutput",
     "RunningStatistics",
+    "Statistic",
     "best_of_n",
     "clipped_surrogate",
     "combined_advantages",
     "denoising_error",
     "diffusion_loss",
     "divergence_keep",
+    "find_loss",
     "group_advantages",
     "guard_log_ratio",
     "known_losses",
@@ -78,13 +83,15 @@ __all__ = [
     "mean_kl",
     "nft_terms",
     "noise_scale_weights",
+    "numbers",
     "old_policy_decay",
     "optimality_probability",
     "pair_advantages",
+    "pool_statistics",
     "preference_loss",
     "preference_margin",
-    "register_loss",
     "rollout_correction",
+    "statistic",
     "trajectory_log_ratio",
     "velocity_kl",
 ]

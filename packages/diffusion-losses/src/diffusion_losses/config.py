@@ -7,25 +7,11 @@ the default. `packages/diffusion-losses/README.md` lists which mode reads which 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from diffusion_losses.errors import LossError, unknown_name
-
-POLICY_GRADIENT = "policy_gradient"
-FORWARD_PROCESS = "forward_process"
-
-# Name of a loss mode -> its family. `registry.register_loss` adds to it, which is how a config learns a new name.
-LOSS_MODES: dict[str, str] = {
-    "flow_grpo": POLICY_GRADIENT,
-    "dance_grpo": POLICY_GRADIENT,
-    "mix_grpo": POLICY_GRADIENT,
-    "grpo_guard": POLICY_GRADIENT,
-    "flow_dppo": POLICY_GRADIENT,
-    "gspo": POLICY_GRADIENT,
-    "diffusion_nft": FORWARD_PROCESS,
-    "dpo": FORWARD_PROCESS,
-    "awm": FORWARD_PROCESS,
-}
+from diffusion_losses.specs import POLICY_GRADIENT, LossSpec, find_loss
 
 MEAN_KL_KINDS = ("std", "paper", "flow_grpo", "unscaled")
 VELOCITY_KL_KINDS = ("velocity", "velocity_std", "velocity_paper")
@@ -40,6 +26,9 @@ PAIR_LAYOUTS = ("interleaved", "halves")
 AWM_WEIGHTINGS = ("uniform", "t", "t2", "huber", "ghuber")
 AWM_ADVANTAGES = ("raw", "unit")
 RATIO_LEVELS = ("step", "trajectory")
+
+# Tensors that engine and trainer make for whoever reads them.
+MADE_BY_TRAINER = ("old_means", "old_velocity", "old_log_probs", "ref_means", "ref_velocity")
 
 _CHOICES = {
     "kl_kind": KL_KINDS,
@@ -66,7 +55,10 @@ class DiffusionLossConfig:
     coefficient.
     """
 
+    # A name of `specs.known_losses()`, or "module:attribute" of a `LossSpec`.
     loss_mode: str = "flow_grpo"
+    # What a loss of one's own reads beside the fields below, by the names that its spec lists.
+    options: dict[str, Any] = field(default_factory=dict)
     # Ratio clip epsilon. 1e-4 is FlowGRPO's and DanceGRPO's: log-probs are means over elements, so ratios are close
     # to 1. GRPO-Guard is published with 2e-6; MixGRPO with 1e-4; AWM's own code with 1 (inactive).
     clip_ratio: float = 1e-4
@@ -122,8 +114,9 @@ class DiffusionLossConfig:
     awm_ratio: str = "step"
 
     def __post_init__(self) -> None:
-        if self.loss_mode not in LOSS_MODES:
-            raise unknown_name("loss_mode", self.loss_mode, LOSS_MODES)
+        for name in self.options:
+            if name not in self.spec.options:
+                raise unknown_name(f"options of loss_mode={self.loss_mode!r}", name, self.spec.options)
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise unknown_name(name, getattr(self, name), known)
@@ -133,59 +126,75 @@ class DiffusionLossConfig:
             value = getattr(self, name)
             if not _is_number(value) or value < 0:
                 raise LossError(f"{name}={value!r} must be zero or a positive number; use 0 to switch it off")
-        if self.family == FORWARD_PROCESS and self.resolved_kl_kind != "velocity":
+        if self.family != POLICY_GRADIENT and self.resolved_kl_kind != "velocity":
             raise LossError(
                 f"kl_kind={self.kl_kind!r} needs the transitions of a trajectory, which loss_mode={self.loss_mode!r} "
                 "does not have; use kl_kind='velocity' or 'auto'"
             )
 
     @property
+    def spec(self) -> LossSpec:
+        """What is known of the loss, looked up in the process that asks."""
+        return find_loss(self.loss_mode)
+
+    @property
     def family(self) -> str:
         """`"policy_gradient"` (needs a stochastic trajectory) or `"forward_process"` (needs clean latents only)."""
-        return LOSS_MODES[self.loss_mode]
+        return self.spec.family
 
     @property
     def resolved_kl_kind(self) -> str:
         """`kl_kind` with "auto" resolved for this mode."""
         if self.kl_kind != "auto":
             return self.kl_kind
-        if self.loss_mode == "mix_grpo":
-            return "old_policy"
-        return "std" if self.family == POLICY_GRADIENT else "velocity"
+        return self.spec.kl_kind or ("std" if self.family == POLICY_GRADIENT else "velocity")
 
     @property
     def resolved_step_weighting(self) -> str:
         """`step_weighting` with "auto" resolved for this mode."""
         if self.step_weighting != "auto":
             return self.step_weighting
-        return "inverse_step" if self.loss_mode == "grpo_guard" else "uniform"
+        return self.spec.step_weighting or "uniform"
 
     @property
     def needs_reference(self) -> bool:
         """Whether the reference policy must be evaluated: `ref_means` or `ref_velocity` must be in `data`."""
-        return self.loss_mode == "dpo" or (self.ref_kl_coef > 0 and self.resolved_kl_kind != "old_policy")
+        return self.reference_key is not None
 
     @property
     def reference_key(self) -> str | None:
         """The key of `data` that carries the reference's output, or None when no reference is needed."""
-        if not self.needs_reference:
+        for key in ("ref_velocity", "ref_means"):
+            if key in self.spec.reads:
+                return key
+        if not self.ref_kl_coef > 0 or self.resolved_kl_kind == "old_policy":
             return None
         return "ref_means" if self.resolved_kl_kind in MEAN_KL_KINDS else "ref_velocity"
 
     @property
     def needs_old_means(self) -> bool:
         """Whether `data["old_means"]` is read."""
-        return self.loss_mode in ("grpo_guard", "flow_dppo")
+        return "old_means" in self.spec.reads
 
     @property
     def needs_old_velocity(self) -> bool:
         """Whether `data["old_velocity"]` is read (AWM also takes `old_log_probs` in its place)."""
-        return self.loss_mode in ("diffusion_nft", "awm")
+        return "old_velocity" in self.spec.reads
 
     @property
     def needs_trajectory(self) -> bool:
         """Whether all steps of a sample must come in one call, as `[B, W]`."""
-        return self.loss_mode == "gspo" or (self.loss_mode == "awm" and self.awm_ratio == "trajectory")
+        return self.spec.joins_steps or self.awm_ratio == "trajectory"
+
+    @property
+    def own_tensors(self) -> tuple[str, ...]:
+        """Tensors of the batch that this loss reads and that only the rollout or the algorithm can write."""
+        return tuple(key for key in self.spec.reads if key not in MADE_BY_TRAINER)
+
+    @property
+    def limit(self) -> float | None:
+        """The bound on `ElementLoss.distance`, the value of the field `spec.limit`; None for a loss without one."""
+        return None if self.spec.limit is None else float(getattr(self, self.spec.limit))
 
 
 def require_positive(name: str, value: float) -> None:

@@ -14,9 +14,10 @@ class LossError(ValueError):
     """
 
 
-def unknown_name(argument: str, value: object, known: Iterable[str]) -> LossError:
-    """Word the error for a name outside `known`: lists the known names and the nearest one."""
+def unknown_name(argument: str, value: object, known: Iterable[str], more: str = "") -> LossError:
+    """Word the error for a name outside `known`: lists the known names, `more` choices, and the nearest name."""
     names = sorted(known)
     nearest = difflib.get_close_matches(str(value), names, n=1, cutoff=0.4)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    return LossError(f"{argument}={value!r} is unknown; choose one of {', '.join(names)}{hint}")
+    choices = ", ".join([*names, more] if more else names)
+    return LossError(f"{argument}={value!r} is unknown; choose one of {choices}{hint}")

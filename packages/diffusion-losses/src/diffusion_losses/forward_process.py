@@ -249,7 +249,7 @@ def awm_loss(config: DiffusionLossConfig, model_output: Source, data: Source) ->
         "actor/pg_clipfrac_lower": low.float(),
         "actor/awm_log_prob": log_probs,
     }
-    return _finish(config, batch, data, policy, means, safe_exp(log_ratio.detach()))
+    return _finish(config, batch, data, policy, means, log_ratio.detach())
 
 
 def _finish(
@@ -258,7 +258,7 @@ def _finish(
     data: Source,
     policy: Tensor,
     means: Metrics,
-    ratio: Tensor | None = None,
+    log_ratio: Tensor | None = None,
 ) -> ElementLoss:
     objective, weights = policy, lookup(data, "rollout_weights")
     if weights is not None:
@@ -268,4 +268,7 @@ def _finish(
         kl = velocity_kl(batch.velocity, ref, dims=batch.sigma.ndim)
         means = {**means, "actor/kl_loss": kl}
         objective = objective + config.ref_kl_coef * kl
-    return ElementLoss(objective, batch.mask, {name: value.detach() for name, value in means.items()}, ratio)
+    detached = {name: value.detach() for name, value in means.items()}
+    if log_ratio is None:
+        return ElementLoss(objective, batch.mask, detached)
+    return ElementLoss(objective, batch.mask, detached, safe_exp(log_ratio), log_ratio.abs())

@@ -215,7 +215,7 @@ def divergence_loss(config: DiffusionLossConfig, model_output: Source, data: Sou
     )
     policy = torch.where(keep, -steps.advantages * safe_exp(steps.log_ratio), torch.zeros_like(steps.log_ratio))
     extra = {"actor/dppo_divergence": divergence, "actor/dppo_masked_fraction": (~keep).float()}
-    return _finish(steps, policy, steps.log_ratio, clip=False, extra=extra)
+    return _finish(steps, policy, steps.log_ratio, clip=False, extra=extra, distance=divergence)
 
 
 def _finish(
@@ -226,6 +226,7 @@ def _finish(
     clip: bool,
     weighted: bool = False,
     extra: Metrics | None = None,
+    distance: Tensor | None = None,
 ) -> ElementLoss:
     """Weights, the KL term and the metrics that all policy-gradient losses report."""
     config = steps.config
@@ -246,7 +247,8 @@ def _finish(
         objective = objective + config.ref_kl_coef * kl
     means.update(extra or {})
     detached = {name: value.detach() for name, value in means.items()}
-    return ElementLoss(objective, steps.mask, detached, safe_exp(ratio_source.detach()))
+    moved = ratio_source.abs() if distance is None else distance
+    return ElementLoss(objective, steps.mask, detached, safe_exp(ratio_source.detach()), moved.detach())
 
 
 def reference_kl(steps: Steps) -> Tensor:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from diffusion_losses.errors import LossError
+from diffusion_losses.statistics import Statistic
 from diffusion_losses.types import ElementLoss, LossOutput, Metrics
 
 
@@ -34,14 +35,15 @@ def reduce_elements(elements: ElementLoss, *, global_count: int | None = None, d
     world = dist.get_world_size(dp_group) if dp_group is not None else 1
     if global_count is not None:
         _check_count(global_count, mask)
-        metrics, _, _ = _statistics(elements, None)
-        return LossOutput(local_sum * (world / global_count), metrics)
-    metrics, count, total = _statistics(elements, dp_group)
+        statistics = _statistics(elements, None)
+        return LossOutput(local_sum * (world / global_count), _metrics(statistics), statistics)
+    statistics = _statistics(elements, dp_group)
+    count, total = statistics["actor/loss"].parts
     loss = local_sum * (world / count.clamp(min=1)).to(local_sum.dtype)
     if dp_group is not None:
         # Same gradient, but the value that one process would report.
         loss = loss + ((total / count.clamp(min=1)).to(loss.dtype) - loss).detach()
-    return LossOutput(loss, metrics)
+    return LossOutput(loss, _metrics(statistics), statistics)
 
 
 def _check_count(global_count: int, mask: Tensor) -> None:
@@ -54,8 +56,8 @@ def _check_count(global_count: int, mask: Tensor) -> None:
 
 
 @torch.no_grad()
-def _statistics(elements: ElementLoss, dp_group: Any) -> tuple[Metrics, Tensor, Tensor]:
-    """Metrics, number of counted elements and sum of the objective; over the ranks of `dp_group` when it is given."""
+def _statistics(elements: ElementLoss, dp_group: Any) -> dict[str, Statistic]:
+    """The statistics of the counted elements; over the ranks of `dp_group` when it is given."""
     mask = elements.mask
     values = {"actor/loss": elements.objective, **elements.means}
     columns = [mask, *(_kept(value, mask) for value in values.values())]
@@ -63,25 +65,53 @@ def _statistics(elements: ElementLoss, dp_group: Any) -> tuple[Metrics, Tensor, 
         off = _kept(elements.ratio.double() - 1.0, mask)  # around 1, where ratios live: the squares keep their digits
         columns += [off, off * off]
     sums = torch.stack([column.sum(dtype=torch.float64) for column in columns])
-    edges = None
-    if elements.ratio is not None:
-        ratio, none = elements.ratio.double(), torch.tensor(-torch.inf, dtype=torch.float64, device=mask.device)
-        edges = torch.stack([torch.where(mask, ratio, none).max(), torch.where(mask, -ratio, none).max()])
+    extremes = _extremes(elements)
+    edges = torch.stack([value for _, value in extremes.values()]) if extremes else None
     if dp_group is not None:
         dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=dp_group)
         if edges is not None:
             dist.all_reduce(edges, op=dist.ReduceOp.MAX, group=dp_group)
-    count, means = sums[0], sums[1:] / sums[0].clamp(min=1)
-    metrics = {name: means[i].float() for i, name in enumerate(values)}
-    if edges is not None:
-        first, second = means[len(values)], means[len(values) + 1]
-        empty = count == 0
-        metrics["actor/ratio_mean"] = (first + 1.0).float()
-        metrics["actor/ratio_std"] = (second - first * first).clamp(min=0).sqrt().float()
-        metrics["actor/ratio_max"] = torch.where(empty, torch.ones_like(first), edges[0]).float()
-        metrics["actor/ratio_min"] = torch.where(empty, torch.ones_like(first), -edges[1]).float()
-    metrics["actor/count"] = count.float()
-    return metrics, count, sums[1]
+    count = sums[0]
+    found = {name: Statistic("mean", torch.stack([count, sums[1 + i]])) for i, name in enumerate(values)}
+    if elements.ratio is not None:
+        first, second = sums[-2], sums[-1]
+        found["actor/ratio_mean"] = Statistic("mean", torch.stack([count, first + count]))
+        found["actor/ratio_std"] = Statistic("std", torch.stack([count, first, second]))
+    for i, (name, (sign, _)) in enumerate(extremes.items()):
+        assert edges is not None
+        found[name] = Statistic("max" if sign > 0 else "min", torch.stack([count, sign * edges[i]]))
+    found["actor/count"] = Statistic("sum", torch.stack([torch.ones_like(count), count]))
+    return found
+
+
+def _extremes(elements: ElementLoss) -> dict[str, tuple[float, Tensor]]:
+    """(sign, largest of sign * value) of what is reported as a maximum (sign 1) or a minimum (-1)."""
+    wanted: dict[str, tuple[float, Tensor | None]] = {
+        "actor/ratio_max": (1.0, elements.ratio),
+        "actor/ratio_min": (-1.0, elements.ratio),
+        "actor/distance_max": (1.0, elements.distance),
+    }
+    none = torch.tensor(-torch.inf, dtype=torch.float64, device=elements.mask.device)
+    return {
+        name: (sign, torch.where(elements.mask, sign * value.detach().double(), none).max())
+        for name, (sign, value) in wanted.items()
+        if value is not None
+    }
+
+
+def _metrics(statistics: dict[str, Statistic]) -> Metrics:
+    """The numbers of this call as 0-dim fp32 tensors, 0 where nothing was counted; no device synchronisation."""
+    metrics = {}
+    for name, (pool, parts) in statistics.items():
+        count = parts[0].clamp(min=1)
+        if pool == "mean":
+            value = parts[1] / count
+        elif pool == "std":
+            value = (parts[2] / count - (parts[1] / count).square()).clamp(min=0).sqrt()
+        else:
+            value = torch.where(parts[0] > 0, parts[1], torch.zeros_like(count))
+        metrics[name] = value.float()
+    return metrics
 
 
 def _kept(value: Tensor, mask: Tensor) -> Tensor:

@@ -6,15 +6,21 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from diffusion_losses.statistics import Statistic
+
 Metrics = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """`loss` is a 0-dim tensor with gradient; `metrics` are detached fp32 0-dim tensors."""
+    """`loss` is a 0-dim tensor with gradient; `metrics` are detached fp32 0-dim tensors that describe this call.
+
+    `statistics` are the same metrics in the form that pools over calls and ranks: see `statistics`.
+    """
 
     loss: Tensor
     metrics: Metrics
+    statistics: dict[str, Statistic] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,9 +70,12 @@ class ElementLoss:
     objective: [B] or [B, W], with gradient. mask: same shape, bool, which elements count.
     means: detached per-element values reported as their mean over counted elements, by metric name.
     ratio: detached per-element policy ratio, reported as mean, std, min and max.
+    distance: detached per-element distance from the policy that sampled, in the units of the config field that
+        `LossSpec.limit` names; reported as its maximum.
     """
 
     objective: Tensor
     mask: Tensor
     means: Metrics = field(default_factory=dict)
     ratio: Tensor | None = None
+    distance: Tensor | None = None

@@ -46,7 +46,8 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
         spec: its :class:`model_specs.ModelSpec`.
         device: where it computes.
         layout: ranks; ``layout.dp_rank`` of ``layout.dp_size`` says which part of a batch this process must be given.
-        optimizer_steps, skipped_steps: counters; a step is skipped when its gradient is not finite.
+        optimizer_steps, skipped_steps, empty_steps: counters; a step is skipped when its gradient is not finite, and is
+            empty when its gradient is zero everywhere.
         forwards: rows that went through the module, with and without gradients.
     """
 
@@ -74,7 +75,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
         self.trainable: dict[str, nn.Parameter] = {}
         self.states = None
         self.optimizer_steps = 0
-        self.skipped_steps = 0
+        self.skipped_steps = self.empty_steps = 0
         self.forwards = ForwardCounter()
         self._initialized = False
 
@@ -122,7 +123,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
             self.states = WeightStates(self.trainable, self._state_names(), lambda: sharding.free_gathered(module))
         self.optimizer = optim.build_optimizer(self.trainable.values(), self.optimizer_config)
         self.lr_scheduler = optim.LRSchedule(self.optimizer, self.optimizer_config)
-        self.optimizer_steps = self.skipped_steps = 0
+        self.optimizer_steps = self.skipped_steps = self.empty_steps = 0
         self._initialized = True
         self.to("cpu", model=engine.param_offload, optimizer=engine.optimizer_offload, grad=engine.param_offload)
 
@@ -225,12 +226,22 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
             return self.forward_backward_batch(data, loss_function)
 
     def step(self) -> dict[str, float]:
-        """Optimizer step, schedule and zeroed gradients in one call: ``actor/grad_norm``, ``actor/lr``, skipped steps."""
+        """Optimizer step, schedule and zeroed gradients in one call.
+
+        Returns ``actor/grad_norm``, ``actor/lr``, and whether this step moved nothing: ``actor/skipped_steps`` (the gradient
+        was not finite) and ``actor/empty_steps`` (it was zero), each 0 or 1.
+        """
         lr = self.optimizer.param_groups[0]["lr"]
+        skipped, empty = self.skipped_steps, self.empty_steps
         norm = self.optimizer_step()
         self.lr_scheduler_step()
         self.optimizer_zero_grad()
-        return {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": float(self.skipped_steps)}
+        return {
+            "actor/grad_norm": norm,
+            "actor/lr": lr,
+            "actor/skipped_steps": float(self.skipped_steps - skipped),
+            "actor/empty_steps": float(self.empty_steps - empty),
+        }
 
     def velocity(
         self, latents: Tensor, sigma: Tensor, cond: PromptEmbeds, negative: PromptEmbeds | None, meta: SamplingMeta
@@ -257,7 +268,9 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
     def optimizer_step(self) -> float:
         """Clip, step, update the EMA; returns the norm before clipping.
 
-        A norm that is not finite skips the step, drops the gradients and counts in ``skipped_steps``.
+        A norm that is not finite skips the step, drops the gradients and counts in ``skipped_steps``. So does one that is
+        exactly zero, in ``empty_steps``: there was nothing to learn, and momentum and weight decay must not move the weights
+        for it. The norm is that of all ranks, so they all do the same.
         """
         self._need("optimizer_step")
         with shared_failure("optimizer_step"):
@@ -268,6 +281,9 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
             if not math.isfinite(value):
                 self.skipped_steps += 1
                 self.optimizer.zero_grad(set_to_none=True)
+                return value
+            if value == 0.0:
+                self.empty_steps += 1
                 return value
             if self.optimizer_config.clip_grad > 0:
                 optim.scale_gradients(parameters, norm, self.optimizer_config.clip_grad)

@@ -68,7 +68,7 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
         meta = batch.sampling_meta(data)
         x0 = batch.tensor(data, "final_latents", "the rollout writes it")
         batch.require_fp32(x0, "final_latents")
-        pairs = config is not None and config.loss_mode == "dpo"
+        pairs = config is not None and config.spec.paired
         if pairs and (len(x0) % 2 or config.pair_layout != "interleaved"):  # type: ignore[union-attr]
             raise EngineError(
                 f"a preference batch has {len(x0)} rows in layout {config.pair_layout!r}; "  # type: ignore[union-attr]

@@ -82,13 +82,13 @@ def apply_loss(
     micro: Mapping[str, Any],
     step: int,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The loss over one step [b], or over all of them [b, W]: (loss, metrics)."""
+    """The loss over one step [b], or over all of them [b, W]: (loss, metrics in the form that pools)."""
     assert loss_function is not None
     joint = step == ALL_STEPS
     output, row = (stack_steps(outputs), stack_steps(rows)) if joint else (outputs[0], rows[0])
     row = {**row, "global_count": micro["global_count"]}
     result = loss_function(model_output=output, data=row, dp_group=engine.layout.dp_group)
-    return result.loss, dict(result.metrics)
+    return result.loss, dict(getattr(result, "statistics", None) or result.metrics)
 
 
 def stack_steps(parts: list[dict[str, Any]]) -> dict[str, Any]:

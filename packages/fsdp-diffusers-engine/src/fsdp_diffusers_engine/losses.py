@@ -36,18 +36,29 @@ class DiffusionLoss:
 class FirstUpdateLoss(DiffusionLoss):
     """The same loss on the first update after a rollout; it also measures how far sampler and trainer are apart.
 
-    While the weights are those that sampled, every difference of log-probs is noise of the two code paths and not policy:
-    ``actor/rollout_log_prob_diff_max`` is the floor below which a clip range means nothing.
+    While the weights are those that sampled, every difference is noise of the two code paths and not policy.
+    ``actor/noise_max`` is that noise in the units of the loss's own clip (``LossSpec.limit``), which means nothing below it;
+    ``actor/rollout_log_prob_diff_max`` is the difference of sampler's and trainer's log-probs.
     """
 
     def __call__(
         self, model_output: Mapping[str, Any], data: Mapping[str, Any], dp_group: dist.ProcessGroup | None = None
     ) -> Any:
         """The loss of one micro-batch."""
+        from diffusion_losses import Statistic
+
         result = super().__call__(model_output, data, dp_group)
-        if "rollout_log_probs" in data:
-            gap = (model_output["log_probs"].detach() - data["rollout_log_probs"]).abs().max()
-            result.metrics["actor/rollout_log_prob_diff_max"] = gap
+        if "rollout_log_probs" not in data:
+            return result
+        if "actor/distance_max" in result.statistics:
+            result.statistics["actor/noise_max"] = result.statistics["actor/distance_max"]
+        gap = (model_output["log_probs"].detach() - data["rollout_log_probs"]).abs().double()
+        counted = data.get("mask")
+        counted = torch.ones_like(gap, dtype=torch.bool) if counted is None else counted.expand_as(gap)
+        largest = torch.where(counted, gap, torch.zeros_like(gap)).max()
+        result.statistics["actor/rollout_log_prob_diff_max"] = Statistic(
+            "max", torch.stack([counted.double().sum(), largest])
+        )
         return result
 
 

@@ -1,35 +1,16 @@
-"""Many micro-batches' metrics as one row."""
+"""Many micro-batches' metrics as one row: sums that pool exactly, and the numbers that they make."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
-from torch import Tensor
-
-COUNT = "actor/count"
-"""Number of counted elements behind a micro-batch's metrics: the weight of its means, and summed itself."""
+from diffusion_losses.statistics import numbers, pool_statistics
 
 
-def reduce_metrics(rows: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
-    """One number per name: ``*_max`` and ``*_min`` stay extremes, counts add up, the rest is averaged over elements.
+def reduce_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """One number per name, as the whole batch would give it; what counted nothing is left out.
 
-    A name that only some rows have is averaged over those.
+    Values are ``diffusion_losses.Statistic``, each of which says how it pools; a plain number counts as one element's.
     """
-    values: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        weight = float(row.get(COUNT, 1.0))
-        for name, value in row.items():
-            values.setdefault(name, []).append((float(value), weight))
-    result = {}
-    for name, pairs in values.items():
-        numbers = [number for number, _ in pairs]
-        total = sum(weight for _, weight in pairs)
-        if name.endswith("_max"):
-            result[name] = max(numbers)
-        elif name.endswith("_min"):
-            result[name] = min(numbers)
-        elif name == COUNT:
-            result[name] = sum(numbers)
-        else:
-            result[name] = sum(n * w for n, w in pairs) / total if total else sum(numbers) / len(numbers)
-    return result
+    return numbers(pool_statistics(rows))

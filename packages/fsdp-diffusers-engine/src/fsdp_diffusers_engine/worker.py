@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from diffusion_losses.config import DiffusionLossConfig
+from diffusion_losses.statistics import Statistic, numbers, pool_statistics, statistic
 from tensordict import TensorDict
 
 from . import batch, perf, sharding
@@ -157,14 +158,24 @@ class TrainingWorker:
         samples over all ranks.
 
         Non-tensor data: ``global_step`` (seeds the shuffle and the noise). Returns a TensorDict whose ``metrics`` is one
-        dict of numbers for the call; ``forwards/train`` and ``forwards/no_grad`` among them are the rows that were
-        forwarded with and without gradients, per sample.
+        dict of numbers for the call on this rank; ``forwards/train`` and ``forwards/no_grad`` among them are the rows that
+        were forwarded with and without gradients, per sample. Its ``statistics`` are the same in the form that pools over
+        ranks (``diffusion_losses.pool_statistics``).
+
+        ``mini_batches`` (non-tensor data) asks for that many mini-batches whatever the number of samples, for a batch of
+        which some samples were left out: fewer samples then make smaller mini-batches, not fewer steps.
         """
         engine, actor = self._engine, self.config.actor
         step = int(batch.plain(data, "global_step", 0))
-        unit = 2 if actor.diffusion_loss.loss_mode == "dpo" else 1
+        unit = 2 if actor.diffusion_loss.spec.paired else 1
         total = int(sharding.all_reduce_number(data.batch_size[0], engine.layout.dp_group))
         pieces = math.ceil(total / actor.ppo_mini_batch_size)
+        planned = batch.plain(data, "mini_batches")
+        if planned is not None:
+            least = sharding.all_reduce_number(
+                data.batch_size[0] // unit, engine.layout.dp_group, torch.distributed.ReduceOp.MIN
+            )
+            pieces = max(min(int(planned), int(least)), 1)
         if data.batch_size[0] // unit < pieces or data.batch_size[0] % unit:
             raise EngineError(
                 f"this rank has {data.batch_size[0]} samples for {pieces} mini-batches (units of {unit}); "
@@ -182,11 +193,11 @@ class TrainingWorker:
                     mini.set_non_tensor("noise_seed", _noise_seed(actor.data_loader_seed, step, epoch, number))
                     engine.optimizer_zero_grad()
                     rows += engine.forward_backward_batch(mini, first if epoch == number == 0 else loss)
-                    rows.append(engine.step())
-        metrics = reduce_metrics(rows)
-        metrics |= self._speed(data, time.perf_counter() - start)
+                    rows.append(_step_statistics(engine.step()))
+        pooled = pool_statistics(rows) | self._speed(data, time.perf_counter() - start)
         result = TensorDict({}, batch_size=[])
-        result.set_non_tensor("metrics", metrics)
+        result.set_non_tensor("metrics", numbers(pooled))
+        result.set_non_tensor("statistics", pooled)
         return result
 
     def _order(self, count: int, unit: int, step: int, epoch: int) -> torch.Tensor:
@@ -202,21 +213,33 @@ class TrainingWorker:
         data.set_non_tensor("micro_batch_size", size or self.config.actor.ppo_micro_batch_size_per_gpu)
         return data
 
-    def _speed(self, data: TensorDict, seconds: float) -> dict[str, float]:
-        rows = self.engine.forwards.take()
-        train, no_grad = rows.per_sample(data.batch_size[0])
+    def _speed(self, data: TensorDict, seconds: float) -> dict[str, Statistic]:
+        rows, samples = self.engine.forwards.take(), data.batch_size[0]
+        train, no_grad = rows.per_sample(samples)
         flops = perf.training_flops(self.engine, rows, batch.sampling_meta(data), batch.text_tokens(data))
         return {
-            "forwards/train": train,
-            "forwards/no_grad": no_grad,
-            "perf/mfu": perf.mfu(self.engine, flops, seconds),
-            "time/train_mini_batch": seconds,
+            "forwards/train": statistic("mean", train, samples),
+            "forwards/no_grad": statistic("mean", no_grad, samples),
+            "perf/mfu": statistic("mean", perf.mfu(self.engine, flops, seconds)),
+            "time/train_mini_batch": statistic("max", seconds),  # the slowest rank's: the others wait for it
         }
 
     def shutdown(self) -> None:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _step_statistics(step: dict[str, float]) -> dict[str, Statistic]:
+    """What an optimizer step reports, the same on all ranks. A norm that is not finite counts as a skipped step only."""
+    norm = step["actor/grad_norm"]
+    finite = math.isfinite(norm)
+    return {
+        "actor/grad_norm": statistic("mean", norm if finite else 0.0, float(finite)),
+        "actor/lr": statistic("mean", step["actor/lr"]),
+        "actor/skipped_steps": statistic("events", step["actor/skipped_steps"]),
+        "actor/empty_steps": statistic("events", step["actor/empty_steps"]),
+    }
 
 
 def _noise_seed(seed: int, step: int, epoch: int, number: int) -> int:

@@ -112,6 +112,10 @@ class AlgorithmConfig:
     """Whose standard deviation divides the centred reward: group, batch or none."""
     advantage_ddof: int = 1
     advantage_eps: float = 1e-4
+    flat_groups: str = "keep"
+    """Samples whose prompt's samples all have one reward, which compare with nothing and have advantage 0. keep: they are
+    trained on, so they count in the loss's mean and in the KL (DiffusionNFT, AWM, DanceGRPO, MixGRPO, verl-omni); drop: they
+    are left out before the update (flow_grpo). A sample without a score is always left out."""
     old_log_probs: str = "rollout"
     """rollout: the sampler's own, when sampler and trainer agree to the bit; trainer: one more forward pass per step."""
     pair_mode: str = "best_worst"
@@ -365,7 +369,7 @@ def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
 def updates_per_step(config: RunConfig) -> int:
     """Optimizer steps of one training step when every row is trained on: equal rewards and ties leave fewer rows."""
     rows = config.data.prompts_per_step * config.rollout.n
-    if config.actor.diffusion_loss.loss_mode == "dpo" and config.algorithm.pair_mode == "best_worst":
+    if config.actor.diffusion_loss.spec.paired and config.algorithm.pair_mode == "best_worst":
         rows = 2 * config.data.prompts_per_step
     return -(-rows // config.actor.ppo_mini_batch_size) * config.actor.ppo_epochs
 

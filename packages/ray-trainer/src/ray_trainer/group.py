@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from fsdp_diffusers_engine.metrics import reduce_metrics
+from diffusion_losses import numbers, pool_statistics
 from omni_rollout.batching import plan_batches
 from omni_rollout.types import DiffusionOutput, GenerationRequest
 from tensordict import TensorDict
 
-from ray_trainer.config import RunConfig
+from ray_trainer.config import RunConfig, updates_per_step
 from ray_trainer.errors import TrainerError
 from ray_trainer.workers import ActorRolloutRefWorker
 
@@ -31,7 +31,7 @@ class WorkerGroup:
     def __init__(self, config: RunConfig):
         import ray
 
-        self._ray, self.size = ray, config.trainer.num_workers
+        self._ray, self.config, self.size = ray, config, config.trainer.num_workers
         gpus = int(ray.cluster_resources().get("GPU", 0))
         use_gpu = config.actor.fsdp_config.device != "cpu" and gpus > 0
         if use_gpu and gpus < self.size:
@@ -56,11 +56,24 @@ class WorkerGroup:
 
     def run_batch(self, method: str, batch: TensorDict) -> TensorDict:
         """Split the rows over the workers, call, and put the answers together again."""
-        return TensorDict.cat(self._scatter(method, batch))
+        return TensorDict.cat(self._scatter(method, fill_up(batch, self._deal(1))))[: len(batch)]
 
     def update_actor(self, batch: TensorDict, step: int, unit: int = 1) -> dict[str, float]:
         """Optimizer steps on every worker with its share of the rows; `unit` rows belong together."""
-        return reduce_metrics(self._scatter("update_actor", fill_up(batch, unit * self.size), step))
+        statistics = self._scatter("update_actor", fill_up(batch, self._deal(unit)), step)
+        return numbers(pool_statistics(statistics, over_ranks=True))
+
+    def _deal(self, unit: int) -> int:
+        """What the number of rows must divide by.
+
+        Every worker gets as many. Where the trainer scores old log-probs itself, they are scored in batches of the update's
+        size, on which the last bits depend: there no micro-batch may be smaller than the others.
+        """
+        actor, multiple = self.config.actor, unit * self.size
+        if actor.diffusion_loss.family == "forward_process" or self.config.algorithm.old_log_probs == "rollout":
+            return multiple
+        mini_batches = updates_per_step(self.config) // actor.ppo_epochs
+        return multiple * actor.ppo_micro_batch_size_per_gpu * mini_batches
 
     def _scatter(self, method: str, batch: TensorDict, *args: Any) -> list[Any]:
         parts = batch.split(len(batch) // self.size, dim=0)

@@ -13,11 +13,10 @@ def forwards_per_sample(metrics: Metrics, trained_share: float) -> float:
 
     Args:
         metrics: what the phases counted, per sample that they saw.
-        trained_share: samples trained on over samples drawn.
+        trained_share: samples scored and trained on over samples drawn.
     """
-    update = metrics.get("forwards/train", 0.0) + metrics.get("forwards/no_grad", 0.0)
-    drawn = metrics.get("forwards/rollout", math.nan) + metrics.get("forwards/log_prob", 0.0)
-    return drawn + trained_share * update
+    update = sum(metrics.get(f"forwards/{phase}", 0.0) for phase in ("log_prob", "train", "no_grad"))
+    return metrics.get("forwards/rollout", math.nan) + trained_share * update
 
 
 class Clock:

@@ -16,8 +16,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
+import torch
+from diffusion_losses import group_advantages
 from tensordict import TensorDict
 
 from ray_trainer import checkpoint, resume, schema
@@ -236,14 +237,25 @@ class RayDiffusionTrainer(ABC):
     _warned = False
 
     def _warn_about_noise(self, metrics: Metrics) -> None:
-        """Say once when rollout and trainer differ by more than the clip range: the clip then cuts noise, not policy."""
-        floor, clip = metrics.get("actor/rollout_log_prob_diff_max", 0.0), self.config.actor.diffusion_loss.clip_ratio
-        if floor > clip and not self._warned:
-            self._warned = True
-            self.live.note(
-                f"warning: log-probs of rollout and trainer differ by up to {floor:.2e}, more than clip_ratio={clip:g}; "
-                "set algorithm.old_log_probs=trainer, raise the clip, or use the same dtype on both sides"
-            )
+        """Say once when rollout and trainer differ by more than the loss's clip: it then cuts noise, not policy."""
+        actor, rollout = self.config.actor, self.config.rollout
+        loss, noise = actor.diffusion_loss, metrics.get("actor/noise_max", 0.0)
+        if loss.limit is None or noise <= loss.limit or self._warned:
+            return
+        self._warned = True
+        micro, scored = actor.ppo_micro_batch_size_per_gpu, actor.log_prob_micro_batch_size_per_gpu
+        remedies = []
+        if self.config.algorithm.old_log_probs == "rollout":
+            remedies.append("set algorithm.old_log_probs=trainer")
+        elif scored not in (None, micro):
+            remedies.append(f"set actor.log_prob_micro_batch_size_per_gpu={micro}, the size of the update's")
+        if actor.fsdp_config.model_dtype != "fp32" or rollout.dtype != "float32":
+            remedies.append("use float32 (actor.fsdp_config.model_dtype=fp32 rollout.dtype=float32)")
+        remedies.append(f"raise actor.diffusion_loss.{loss.spec.limit}")
+        self.live.note(
+            f"warning: before the first update the policy seems to be {noise:.2e} away from the one that sampled, more than "
+            f"{loss.spec.limit}={loss.limit:g}: {', or '.join(remedies)}"
+        )
 
     def _append(self, step: int, metrics: Metrics) -> None:
         self.writer.append(step, metrics)
@@ -272,15 +284,26 @@ class RayDiffusionTrainer(ABC):
             metrics["forwards/rollout"] = float(batch["forwards"].mean())
         return metrics
 
-    def advantage_options(self) -> dict[str, Any]:
-        """How `diffusion_losses.group_advantages` normalises, from the config."""
-        algorithm = self.config.algorithm
-        return {
-            "std": algorithm.advantage_std,
-            "ddof": algorithm.advantage_ddof,
-            "eps": algorithm.advantage_eps,
-            "clip": self.config.actor.diffusion_loss.adv_clip_max,
-        }
+    def compute_advantage(self, batch: TensorDict) -> tuple[TensorDict, Metrics]:
+        """`advantages` [B, 1]: the reward of a sample against its own prompt's group, grouped by `uid`.
+
+        A sample without a score leaves the batch, and so do those of groups with nothing to compare where
+        `algorithm.flat_groups` is drop. The losses clamp advantages themselves, where they do.
+        """
+        algorithm, scores = self.config.algorithm, batch["rm_scores"][:, 0]
+        result = group_advantages(
+            scores,
+            list(batch["uid"]),
+            std=algorithm.advantage_std,
+            ddof=algorithm.advantage_ddof,
+            eps=algorithm.advantage_eps,
+        )
+        metrics = {name: float(value) for name, value in result.metrics.items()}
+        batch = batch.copy()
+        batch["advantages"] = result.advantages.to(torch.float32)[:, None]
+        kept = result.mask if algorithm.flat_groups == "drop" else scores.isfinite()
+        metrics["advantages/dropped"] = float((~kept).sum())
+        return batch if bool(kept.all()) else batch[kept], metrics
 
     rows_together = 1
     """Neighbouring rows of an update that must not be separated: 2 for preference pairs."""

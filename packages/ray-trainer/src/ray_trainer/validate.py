@@ -12,7 +12,7 @@ from ray_trainer.prompts import Prompt, PromptSampler, load_prompts
 from ray_trainer.ranges import check_ranges
 from ray_trainer.resume import check_resume
 from ray_trainer.run_dir import check_run_dir
-from ray_trainer.validate_algorithm import check_algorithm, require
+from ray_trainer.validate_algorithm import check_algorithm, check_experts, require
 
 
 def _check_model(config: RunConfig) -> tuple[str, list[str]]:
@@ -125,6 +125,9 @@ def validate_config(config: RunConfig) -> list[str]:
         f"rollout.backend={r.backend!r} needs vLLM-Omni: uv sync --extra vllm, or pip install 'omni-rollout[vllm]'",
     )
     check_algorithm(config)
+    folder = locate(config.model.path)
+    if folder is not None:
+        check_experts(config, read_index(folder))
     # What other parts can do and the loop cannot yet: refused, never ignored.
     require(
         config.model.lora_rank >= 1,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ray_trainer.config import RunConfig, updates_per_step
 from ray_trainer.errors import TrainerError
 
@@ -16,9 +19,11 @@ def check_algorithm(config: RunConfig) -> None:
     """Everything below, for the family of the config's loss."""
     _check_names(config)
     _check_policy_states(config)
-    if config.actor.diffusion_loss.family == "policy_gradient":
+    _check_guidance(config)
+    spec = config.actor.diffusion_loss.spec
+    if spec.family == "policy_gradient":
         _check_window(config)
-    if config.actor.diffusion_loss.loss_mode == "dpo":
+    if spec.paired:
         _check_pairs(config)
 
 
@@ -27,6 +32,7 @@ def _check_names(config: RunConfig) -> None:
     for name, value, known in (
         ("advantage_std", algorithm.advantage_std, ("group", "batch", "none")),
         ("old_log_probs", algorithm.old_log_probs, ("rollout", "trainer")),
+        ("flat_groups", algorithm.flat_groups, ("keep", "drop")),
         ("pair_mode", algorithm.pair_mode, ("best_worst", "all")),
         ("advantage_ddof", algorithm.advantage_ddof, (0, 1)),
     ):
@@ -77,6 +83,43 @@ def _check_policy_states(config: RunConfig) -> None:
             sampler == "default" and updates == 1,
             f"loss_mode={loss.loss_mode} with {updates} updates per step and samples of {sampler!r} needs the policy that sampled: "
             "set model.policy_state_adapters=[default,old]",
+        )
+
+
+def _check_guidance(config: RunConfig) -> None:
+    """A loss that compares with the velocity that sampled needs samples drawn by that velocity.
+
+    Both DiffusionNFT and AWM are published without guidance. Guidance that is an input of the model (FLUX) is part of its
+    velocity and may have any value; preference pairs may come from any sampler.
+    """
+    loss, scale = config.actor.diffusion_loss, config.rollout.pipeline.true_cfg_scale
+    require(
+        loss.spec.guided_samples or scale <= 1,
+        f"rollout.pipeline.true_cfg_scale={scale} with loss_mode={loss.loss_mode}: it compares the conditional velocity with the "
+        "one that drew the samples, and guidance draws with another; set rollout.pipeline.true_cfg_scale=1 (as published; "
+        "rollout.val_kwargs.pipeline may have guidance)",
+    )
+
+
+def check_experts(config: RunConfig, index: Mapping[str, Any]) -> None:
+    """Two experts behind one module (Wan2.2 A14B): processes that share it must enter the same one together.
+
+    Args:
+        index: content of the model's `model_index.json`.
+    """
+    loss, share = config.actor.diffusion_loss, config.algorithm.step_fraction
+    if index.get("boundary_ratio") is None or config.trainer.num_workers == 1:
+        return
+    causes = {
+        f"loss_mode={loss.loss_mode} draws a noise level for each sample": loss.family == "forward_process",
+        f"algorithm.step_fraction={share} draws steps for each sample": share < 1,
+    }
+    for cause, holds in causes.items():
+        require(
+            not holds,
+            f"model.path={config.model.path!r} has two experts (boundary_ratio={index['boundary_ratio']}), and {cause}: with "
+            f"trainer.num_workers={config.trainer.num_workers} processes would wait for each other in different experts; set "
+            "trainer.num_workers=1, or take a loss that trains the same steps of all samples (algorithm.step_fraction=1)",
         )
 
 

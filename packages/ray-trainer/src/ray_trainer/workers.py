@@ -16,10 +16,12 @@ from omni_rollout.types import DiffusionOutput, GenerationRequest
 from tensordict import TensorDict
 
 from ray_trainer.cluster import available_cpus
-from ray_trainer.config import RunConfig
-from ray_trainer.models import fetch
+from ray_trainer.config import RunConfig, updates_per_step
+from ray_trainer.models import fetch, read_index
+from ray_trainer.validate_algorithm import check_experts
 
 if TYPE_CHECKING:
+    from diffusion_losses import Statistic
     from lora_sync import LoRAPayload
 
 
@@ -50,7 +52,9 @@ class ActorRolloutRefWorker:
         from fsdp_diffusers_engine.worker import TrainingWorker
 
         actor = self.config.actor
-        actor.model_config.path = str(fetch(actor.model_config.path))
+        folder = fetch(actor.model_config.path)
+        check_experts(self.config, read_index(folder))  # a model from the Hub is first seen here
+        actor.model_config.path = str(folder)
         self.trainer = TrainingWorker(TrainingWorkerConfig(actor, self.rank, self.world_size, meeting_point))
         self.trainer.reset()
         self.engine = self.trainer.engine
@@ -101,11 +105,13 @@ class ActorRolloutRefWorker:
         """The same under the base policy: the same weights with the adapter off."""
         return self.trainer.compute_log_prob(self._with_settings(data), adapter="reference")
 
-    def update_actor(self, data: TensorDict, step: int) -> dict[str, float]:
-        """The optimizer steps of training step `step` on this process's rows; metrics averaged over micro-batches."""
+    def update_actor(self, data: TensorDict, step: int) -> dict[str, Statistic]:
+        """The optimizer steps of training step `step` on this process's rows; metrics in the form that pools over ranks."""
         data = self._with_settings(data)
         data.set_non_tensor("global_step", step)
-        return dict(self.trainer.train_mini_batch(data)["metrics"])
+        # As many as a whole batch has, also where rows were left out: what published codes do, and what the schedule expects.
+        data.set_non_tensor("mini_batches", updates_per_step(self.config) // self.config.actor.ppo_epochs)
+        return dict(self.trainer.train_mini_batch(data)["statistics"])
 
     def take_forwards(self) -> dict[str, float]:
         """Transformer rows per sample that `compute_log_prob` and `compute_ref_log_prob` spent since the last call."""
