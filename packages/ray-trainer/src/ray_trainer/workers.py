@@ -17,7 +17,8 @@ from tensordict import TensorDict
 
 from ray_trainer.cluster import available_cpus
 from ray_trainer.config import RunConfig, updates_per_step
-from ray_trainer.models import fetch, read_index
+from ray_trainer.model_folder import read_index
+from ray_trainer.models import fetch
 from ray_trainer.validate_algorithm import check_experts
 
 if TYPE_CHECKING:
