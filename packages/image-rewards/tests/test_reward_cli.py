@@ -63,6 +63,25 @@ def test_damaged_pictures_are_listed_not_hidden(folder, tmp_path, capsys):
     assert "RewardInputError" in printed.out.splitlines()[-1]  # failures last
 
 
+def test_one_picture_by_its_path_and_notes_as_windows_writes_them(folder, tmp_path, capsys):
+    for encoding in ("utf-8-sig", "utf-16"):
+        text = json.dumps({"prompt": "x", "metadata": None, "note": None})
+        (folder / "1.json").write_text(text, encoding=encoding)
+        assert main(["score", "--reward", "jpeg_compressibility", str(folder / "1.png")]) == 0
+        assert capsys.readouterr().out.splitlines()[1].split()[1] == "1.png"
+        (folder / "all.jsonl").write_text(json.dumps({"image": "1.png"}) + "\n", encoding=encoding)
+        assert main(["score", "--reward", "jpeg_compressibility", str(folder / "all.jsonl")]) == 0
+    (folder / "1.json").write_bytes(b'{"prompt": "caf\xe9"}')
+    assert main(["score", "--reward", "jpeg_compressibility", str(folder / "1.png")]) == 1
+    assert "1.json, line 1, byte 15: 0xe9 is no UTF-8" in capsys.readouterr().out
+    (folder / "p.gif").write_bytes(b"GIF89a\xff")
+    assert main(["score", "--reward", "jpeg_compressibility", str(folder / "p.gif")]) == 2
+    assert "p.gif, line 1, byte 6" in capsys.readouterr().err
+    (folder / "empty.jsonl").write_text("\n")
+    assert main(["score", "--reward", "jpeg_compressibility", str(folder / "empty.jsonl")]) == 2
+    assert "holds no picture" in capsys.readouterr().err
+
+
 def test_json_lines_videos_and_paths_that_lead_out(folder, tmp_path, capsys):
     lines = folder / "all.jsonl"
     rows = [
@@ -121,6 +140,15 @@ def test_wrong_commands_say_what_to_change(tmp_path, capsys):
         (["score", "--reward", "shapes", "--option", "strict_wieght=1", str(tmp_path)], "Did you mean 'strict_weight'"),
         (["score", "--reward", "shapes", str(tmp_path / "none")], "neither a folder nor a file"),
         (["serve", "--reward", "shapes", "--host", "0.0.0.0"], "there is no token"),
+        (["serve", "--reward", "shapes", "--port", "70000"], "port=70000 must be 0"),
+        (["serve", "--reward", "shapes", "--port", "-1"], "port=-1 must be 0"),
+        (["serve", "--reward", "shapes", "--threads", "0"], "threads=0 must be a positive number"),
+        (["serve", "--reward", "shapes", "--timeout-s", "nan"], "timeout_s=nan must be a positive number"),
+        (["score", "--reward", "shapes", str(tmp_path)], "holds no picture"),
+        (["score", "--reward", "ocr", "--option", "max_side=abc", str(tmp_path)], "max_side='abc' must be of type int"),
+        (["score", "--reward", "shapes", "--option", "strict_weight=[1]", str(tmp_path)], "must be of type float"),
+        (["score", "--reward", "pickscore", str(tmp_path)], "--option path=VALUE"),
+        (["check", "--reward", "shapes", str(tmp_path / "none.jsonl")], "there is no prompt file"),
     ):
         assert main(arguments) == 2
         assert words in capsys.readouterr().err

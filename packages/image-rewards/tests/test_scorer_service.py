@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import http.client
+import http.server
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,6 +16,7 @@ import sys
 import textwrap
 import threading
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -443,3 +447,140 @@ def test_answers_are_bounded_and_retries_stop_at_wrong_requests():
                 post(endpoint, b"{}", JSON_TYPE, bytes)
         done.result(10)
     assert len(calls) == 3
+
+
+ROW = {"score": 0.5, "components": {}, "error": None, "retryable": False}
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """Answers every request with `self.server.answer`: (status, headers, body)."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        status, headers, body = self.server.answer
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def scorer():
+    """scorer(status, headers, body) -> the result of one sample that is scored by a server with that answer."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def ask(status, headers, body):
+        server.answer = (status, headers, body)
+        reward = HttpReward(f"http://127.0.0.1:{server.server_port}/score", max_retries=1, backoff_s=0.001)
+        return reward(RewardSample(np.zeros((3, 4, 4), np.uint8)))
+
+    yield ask
+    server.shutdown()
+    server.server_close()
+
+
+def rows(**changes):
+    return json.dumps({"results": [{**ROW, **changes}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ((200, {}, rows(error="")), "it gave no cause"),
+        ((200, {}, rows(error="", score=None)), "it gave no cause"),
+        ((200, {}, rows(error=False)), "must be a text or null"),
+        ((200, {}, rows(score=10**400)), "many digits"),
+        ((200, {}, rows(score="0.5")), "a str ('0.5')"),
+        ((200, {}, rows(score=[0.5])), "a list"),
+        ((200, {}, rows(score=None)), "None"),
+        ((200, {}, rows(score=True)), "score=True"),
+        ((200, {}, rows().replace(b"0.5", b"1e999")), "inf"),
+        ((200, {}, rows(components=[0.5])), "components=[0.5] an object"),
+        ((200, {}, rows(components=[["a", 1]])), "an object"),
+        ((200, {}, rows(components={"a": "x"})), "'a': a str"),
+        ((200, {}, rows(components={"a": 10**400})), "'a': a whole number of many digits"),
+        ((200, {}, rows(components={"a": [1]})), "'a': a list"),
+        ((200, {}, rows()[:-5]), "JSONDecodeError"),
+        ((200, {}, b"\xe9\xe8"), "not 1 scores"),
+        ((200, {}, b"[]"), "not 1 scores"),
+        ((200, {}, b'{"results": [3]}'), "not 1 scores"),
+        ((200, {}, b"<html>"), "not 1 scores"),
+        ((200, {"Content-Encoding": "br"}, b"abc"), "'br' is not read"),
+        ((200, {"Content-Encoding": "gzip"}, b"abc"), "damaged"),
+        ((200, {"Content-Encoding": "gzip"}, gzip.compress(rows())[:-9]), "cut off"),
+        ((200, {"Content-Encoding": "gzip"}, gzip.compress(bytes(17 << 20))), "more than"),
+        ((302, {"Location": "http://elsewhere/score"}, b""), "a redirect to 'http://elsewhere/score'"),
+        ((308, {"Location": "/other"}, b""), "a redirect to '/other'"),
+        ((404, {}, b"caf\xe9"), "answered 404"),
+    ],
+)  # fmt: skip
+def test_whatever_a_scorer_answers_is_a_failure_with_its_cause(scorer, answer, words):
+    result = scorer(*answer)
+    assert np.isnan(result.score)
+    assert words in str(result.error)
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda b: ({}, b),
+        lambda b: ({"Content-Encoding": "identity"}, b),
+        lambda b: ({"Content-Encoding": "gzip"}, gzip.compress(b)),
+        lambda b: ({"Content-Encoding": "X-GZIP"}, gzip.compress(b)),
+        lambda b: ({}, gzip.compress(b)),
+        lambda b: ({"Content-Encoding": "deflate"}, zlib.compress(b)),
+        lambda b: ({"Content-Encoding": "deflate"}, zlib.compress(b)[2:-4]),
+        lambda b: ({}, b"\xef\xbb\xbf" + b),
+    ],
+)
+def test_packed_answers_are_read(scorer, pack):
+    result = scorer(200, *pack(rows(components={"a": 1, "gone": None})))
+    assert (result.score, result.components) == (0.5, {"a": 1.0})
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:abc/score", "http://[::1/score", "http://127.0.0.1:99999/", "http://127.0.0.1:0/", "127.0.0.1:8100",
+        "ftp://x/y", "http://", "http:///score", "", "http://a b/score", "http://x/sc\nore", "http://x/é", "http://u:p@x/score",
+        "http://x/score#here",
+    ],
+)  # fmt: skip
+def test_urls_that_cannot_be_asked(url):
+    with pytest.raises(RewardConfigError, match="url="):
+        HttpReward(url)
+
+
+def test_packed_requests_are_read():
+    from fastapi.testclient import TestClient
+    from image_rewards.batching import Limits
+    from image_rewards.server import create_app
+
+    body = encode_samples([RewardSample(np.zeros((3, 4, 4), np.uint8))], JSON_TYPE)
+    with TestClient(create_app(load("jpeg_compressibility"), limits=Limits(body_bytes=1 << 20))) as client:
+        for status, encoding, packed in (
+            (200, "identity", body),
+            (200, "gzip", gzip.compress(body)),
+            (200, "deflate", zlib.compress(body)),
+            (400, "gzip", body),
+            (400, "gzip", gzip.compress(body)[:-9]),
+            (400, "gzip", gzip.compress(bytes(2 << 20))),
+            (415, "br", body),
+        ):
+            headers = {"Content-Type": JSON_TYPE, "Content-Encoding": encoding}
+            answer = client.post("/score", content=packed, headers=headers)
+            assert answer.status_code == status, answer.text
+            assert status == 200 or answer.json()["error"]
+
+
+def test_serve_says_where_it_listens(tmp_path):
+    command = [sys.executable, "-m", "image_rewards", "serve", "--reward", "jpeg_compressibility", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        line = process.stderr.readline()
+        process.terminate()
+    assert re.fullmatch(r"jpeg_compressibility is served on http://127\.0\.0\.1:[1-9]\d*/score\n", line)

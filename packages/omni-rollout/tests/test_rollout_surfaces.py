@@ -50,14 +50,62 @@ def test_the_image_route_answers_like_openai(route):
         ({}, "prompt=None"),
         ({"prompt": "x", "n": 99}, "n=99"),
         ({"prompt": "x", "size": "big"}, "size='big'"),
-        ({"prompt": "x", "quality": "hd"}, "quality"),
+        ({"prompt": "x", "qualty": "hd"}, "qualty"),
         ({"prompt": "x", "response_format": "url"}, "b64_json"),
+        ({"prompt": "x", "output_format": "webp"}, "'png'"),
+        ({"prompt": "x", "stream": True}, "stream=True"),
+        ({"prompt": " "}, "not empty"),
+        ({"prompt": ["x"]}, "must be a text"),
+        ({"prompt": "x", "negative_prompt": 3}, "negative_prompt=3 must be a text"),
+        ({"prompt": "x", "adapter": 3}, "adapter=3 must be a text"),
+        *(({"prompt": "x", "n": n}, "a whole number from 1 to 16") for n in (0, -1, 1.5, "2", True, 10**400)),
+        *(
+            ({"prompt": "x", "size": s}, "a multiple of 16 from 16 to 4096")
+            for s in ("0x0", "99999999x64", "65x64", "64x8", "64", "64x64x64", "-64x64", "6４x64", 64, [64, 64], "")
+        ),
+        *(({"prompt": "x", "seed": s}, "from 0 to 9223372036854775807") for s in (-1, 2**70, 1.5, "3", True)),
+        *(({"prompt": "x", "num_inference_steps": s}, "from 1 to 1000") for s in (0, -1, 10.5, 10**6)),
+        *(
+            ({"prompt": "x", name: v}, f"{name}=")
+            for name in ("true_cfg_scale", "guidance_scale")
+            for v in (float("nan"), float("inf"), -1, "4", 1e30)
+        ),
     ],
 )
 def test_the_image_route_refuses_what_it_cannot_do(route, body, words):
-    answer = route.post("/v1/images/generations", json=body)
+    answer = route.post("/v1/images/generations", content=json.dumps(body))
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"", "no JSON"), (b"{", "no JSON"), (b"\xff", "no JSON"), (b"[1]", "a list"), (b"null", "a NoneType")],
+)
+def test_the_image_route_refuses_bodies_that_are_no_object(route, content, words):
+    answer = route.post("/v1/images/generations", content=content)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert words in answer.json()["error"]["message"]
+
+
+def test_the_image_route_takes_what_clients_send(route):
+    from omni_rollout.openai_api import _FIELDS
+
+    plain = route.post("/v1/images/generations", json={"prompt": "a cat"}).json()
+    nulls = {name: None for name in (*_FIELDS, "quality", "extra") if name != "prompt"}
+    assert route.post("/v1/images/generations", json={"prompt": "a cat", **nulls}).json()["data"] == plain["data"]
+    assert "note" not in plain
+    sent = {
+        "quality": "high",
+        "style": "vivid",
+        "background": "auto",
+        "size": "auto",
+        "user": "u",
+        "model": "gpt-image-1",
+    }
+    answer = route.post("/v1/images/generations", json={"prompt": "a cat", **sent}).json()
+    assert answer["data"] == plain["data"]
+    assert answer["note"].endswith("quality, style, background")
 
 
 def test_the_image_route_reports_a_failing_backend(route):

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from image_rewards.base import RewardResult, RewardSample
-from image_rewards.errors import RewardServiceError, RewardTimeoutError
+from image_rewards.errors import RewardConfigError, RewardServiceError, RewardTimeoutError
 from image_rewards.manager import ImageRewardManager
 
 
@@ -38,6 +38,11 @@ class Limits:
     timeout_s: float = 120.0
     threads: int = 1
     batch_wait_s: float = 0.003
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value < float("inf"):
+                raise RewardConfigError(f"{name}={value!r} must be a positive number")
 
 
 class Batcher:

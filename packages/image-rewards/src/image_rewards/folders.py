@@ -12,6 +12,7 @@ import numpy as np
 
 from image_rewards.base import RewardSample
 from image_rewards.errors import RewardConfigError, RewardError, RewardInputError
+from image_rewards.prompt_files import lines_of, text_of, without_nulls
 from image_rewards.wire import decode_picture
 
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -31,7 +32,7 @@ class Item:
 def read_samples(path: Path, root: Path | None, batch_size: int) -> Iterator[list[Item]]:
     """Batches of items.
 
-    A folder: every .png, .jpg, .jpeg and .webp in it, by name; prompt and metadata from NAME.json
+    A picture: that one. A folder: every .png, .jpg, .jpeg and .webp in it, by name; prompt and metadata from NAME.json
     ({"prompt", "metadata"}) or the prompt from NAME.txt beside it, where there is one.
     A file: JSON lines {"image": PATH, or "frames": [PATH, ...], "prompt", "metadata"}, paths relative to `root`
     (default: the file's folder) and inside it.
@@ -40,18 +41,24 @@ def read_samples(path: Path, root: Path | None, batch_size: int) -> Iterator[lis
         entries: Iterator[Item] = (
             _from_folder(file) for file in sorted(path.iterdir()) if file.suffix.lower() in SUFFIXES
         )
+    elif path.suffix.lower() in SUFFIXES and path.is_file():
+        entries = iter([_from_folder(path)])
     elif path.is_file():
         entries = _from_lines(path, (root or path.parent).resolve())
     else:
         raise RewardConfigError(f"{str(path)!r} is neither a folder nor a file.")
+    found = False
     batch: list[Item] = []
     for item in entries:
+        found = True
         batch.append(item)
         if len(batch) == batch_size:
             yield batch
             batch = []
     if batch:
         yield batch
+    if not found:
+        raise RewardConfigError(f"{str(path)!r} holds no picture ({', '.join(SUFFIXES)}; subfolders are not searched).")
 
 
 def _from_folder(file: Path) -> Item:
@@ -59,36 +66,35 @@ def _from_folder(file: Path) -> Item:
     try:
         beside = file.with_suffix(".json")
         if beside.is_file():
-            prompt, metadata = _prompt_of(_parse(beside.read_text(encoding="utf-8"), str(beside)), str(beside))
+            prompt, metadata = _prompt_of(_parse(text_of(beside), str(beside)), str(beside))
         elif file.with_suffix(".txt").is_file():
-            prompt = file.with_suffix(".txt").read_text(encoding="utf-8").strip()
+            prompt = text_of(file.with_suffix(".txt")).strip()
         return Item(file.name, RewardSample(_read(file), prompt, metadata, uid=file.name))
     except (RewardError, OSError, UnicodeError) as error:
         return Item(file.name, RewardSample(NO_PICTURE, prompt, metadata, uid=file.name), _typed(error))
 
 
 def _from_lines(path: Path, root: Path) -> Iterator[Item]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            name, prompt, metadata = f"line {number}", "", dict[str, Any]()
-            try:
-                row = _parse(line, where)
-                prompt, metadata = _prompt_of(row, where)
-                given = row.get("frames", row.get("image"))
-                paths: list[Any] = given if isinstance(given, list) else [given]
-                if not paths or not all(isinstance(p, str) for p in paths):
-                    raise RewardInputError(f"{where}: needs 'image': PATH, or 'frames': [PATH, ...].")
-                name = paths[0]
-                frames = [_read(_inside(root, p, where)) for p in paths]
-                if any(frame.shape != frames[0].shape for frame in frames):
-                    raise RewardInputError(f"{where}: the frames differ in size.")
-                image = np.stack(frames) if "frames" in row else frames[0]
-                yield Item(name, RewardSample(image, prompt, metadata, uid=name, index=number))
-            except (RewardError, OSError, UnicodeError) as error:
-                yield Item(name, RewardSample(NO_PICTURE, prompt, metadata, uid=name, index=number), _typed(error))
+    for number, line in enumerate(lines_of(text_of(path)), 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        name, prompt, metadata = f"line {number}", "", dict[str, Any]()
+        try:
+            row = _parse(line, where)
+            prompt, metadata = _prompt_of(row, where)
+            given = row.get("frames", row.get("image"))
+            paths: list[Any] = given if isinstance(given, list) else [given]
+            if not paths or not all(isinstance(p, str) for p in paths):
+                raise RewardInputError(f"{where}: needs 'image': PATH, or 'frames': [PATH, ...].")
+            name = paths[0]
+            frames = [_read(_inside(root, p, where)) for p in paths]
+            if any(frame.shape != frames[0].shape for frame in frames):
+                raise RewardInputError(f"{where}: the frames differ in size.")
+            image = np.stack(frames) if "frames" in row else frames[0]
+            yield Item(name, RewardSample(image, prompt, metadata, uid=name, index=number))
+        except (RewardError, OSError, UnicodeError) as error:
+            yield Item(name, RewardSample(NO_PICTURE, prompt, metadata, uid=name, index=number), _typed(error))
 
 
 def _inside(root: Path, path: str, where: str) -> Path:
@@ -111,7 +117,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         raise RewardInputError(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict):
         raise RewardInputError(f"{where}: a {type(row).__name__}, not an object.")
-    return row
+    return dict(without_nulls(row))
 
 
 def _prompt_of(row: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import http.client
 import os
 import random
+import re
 import ssl
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from image_rewards.errors import (
     RewardServiceError,
     RewardTimeoutError,
 )
+from image_rewards.wire import decompress
 
 T = TypeVar("T")
 RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -47,13 +49,27 @@ class Endpoint:
     backoff_s: float = 0.25
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise RewardConfigError(f"url={self.url!r} must look like http://host:port/path.")
+        try:
+            parts = urlsplit(self.url)
+            fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is no number or too large, half a pair of brackets
+            fits = False
+        if not fits or not re.fullmatch(r"[!-~]+", self.url):
+            raise RewardConfigError(
+                f"url={self.url!r} must look like http://host:port/path, with a port of 1 to 65535."
+            )
+        if parts.username is not None or parts.fragment:
+            raise RewardConfigError(
+                f"url={self.url!r} may hold no user name and no #: name the variable with the token as token_env."
+            )
         if min(self.timeout_s, self.deadline_s) <= 0 or self.max_retries < 0 or self.backoff_s < 0:
             raise RewardConfigError(f"{self!r}: timeouts must be positive, max_retries and backoff_s not negative.")
         if self.token_env and not os.environ.get(self.token_env):
             raise RewardConfigError(f"token_env={self.token_env!r}: this environment variable is not set, or empty.")
+        if self.token_env and not re.fullmatch(r"[!-~]+", os.environ[self.token_env]):
+            raise RewardConfigError(
+                f"token_env={self.token_env!r}: its value holds white space or letters that no header takes (a line end?)."
+            )
 
 
 def post(endpoint: Endpoint, body: bytes, content_type: str, read: Callable[[bytes], T]) -> T:
@@ -97,6 +113,7 @@ def _once(endpoint: Endpoint, body: bytes, content_type: str, timeout: float) ->
         connection.request("POST", path, body, headers)
         response = connection.getresponse()
         answer = response.read(MAX_ANSWER + 1)
+        coding = response.getheader("Content-Encoding") or ("gzip" if answer[:2] == b"\x1f\x8b" else "")
     except TimeoutError as error:
         raise RewardTimeoutError(f"{endpoint.url} gave no answer in {timeout:.1f} s.") from error
     except (OSError, http.client.HTTPException) as error:
@@ -105,6 +122,15 @@ def _once(endpoint: Endpoint, body: bytes, content_type: str, timeout: float) ->
         connection.close()
     if len(answer) > MAX_ANSWER:
         raise RewardInputError(f"{endpoint.url} answered with more than {MAX_ANSWER} bytes.")
+    try:
+        answer = decompress(answer, coding, MAX_ANSWER)
+    except ValueError as error:
+        raise RewardServiceError(f"{endpoint.url} gave an answer that cannot be read: {error}") from error
+    if response.status in (301, 302, 303, 307, 308):
+        raise RewardConfigError(
+            f"{endpoint.url} answered {response.status}, a redirect to {response.getheader('Location')!r}, which is not followed; "
+            "give the address where the service is"
+        )
     if response.status != 200:
         raise _status_error(endpoint.url, response.status, answer)
     return answer

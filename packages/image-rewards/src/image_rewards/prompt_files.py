@@ -102,7 +102,7 @@ def _read(file: Path) -> list[PromptRow]:
     if kind == ".parquet":
         found, unit = _parquet(file), "row"
     else:
-        text = _text(file)
+        text = text_of(file)
         start = text.lstrip()[:1]
         if kind in (".csv", ".tsv"):
             found = _table(file, text, kind)
@@ -126,7 +126,7 @@ def _read(file: Path) -> list[PromptRow]:
     return rows
 
 
-def _text(file: Path) -> str:
+def text_of(file: Path) -> str:
     """A file's text: UTF-8, or what its byte-order mark says."""
     try:
         data = file.read_bytes()
@@ -147,26 +147,26 @@ def _text(file: Path) -> str:
             "save the file as UTF-8"
         ) from error
     if "\0" in text:
-        line = len(_split(text[: text.index("\0")]))
+        line = len(lines_of(text[: text.index("\0")]))
         raise PromptFileError(
             f"{file}, line {line}: holds zero bytes (UTF-16 without its mark, or no text at all); save the file as UTF-8"
         )
     return text
 
 
-def _split(text: str) -> list[str]:
+def lines_of(text: str) -> list[str]:
     """Lines end at \\n, \\r\\n or \\r; U+2028, U+0085 and the like are letters of a prompt, which `splitlines` does not know."""
     return re.split(r"\r\n|\n|\r", text)
 
 
 def _plain(text: str) -> Iterator[tuple[int, Any]]:
-    return ((number, line.strip()) for number, line in enumerate(_split(text), 1) if line.strip())
+    return ((number, line.strip()) for number, line in enumerate(lines_of(text), 1) if line.strip())
 
 
 def _is_json(text: str) -> bool:
     """Whether a .txt file is JSON after all: all of it, or its first line."""
     try:
-        return _whole(text) is not None or isinstance(json.loads(_split(text.lstrip())[0]), dict)
+        return _whole(text) is not None or isinstance(json.loads(lines_of(text.lstrip())[0]), dict)
     except (ValueError, RecursionError):
         return False
 
@@ -206,7 +206,7 @@ def _lines(file: Path, text: str) -> Iterator[tuple[int, Any]]:
 
 def _table(file: Path, text: str, kind: str) -> Iterator[tuple[int, Any]]:
     """Rows of a CSV or TSV. A .csv may be cut by semicolons or tabs, as some spreadsheets write it."""
-    first = _split(text.lstrip("\r\n"))[0]
+    first = lines_of(text.lstrip("\r\n"))[0]
     cuts = "\t" if kind == ".tsv" else ",;\t"
     headers = {cut: [cell.strip() for cell in next(csv.reader([first], delimiter=cut), [])] for cut in cuts}
     cut = next((c for c in cuts if any(name.lower() in PROMPT_NAMES for name in headers[c])), cuts[0])
@@ -272,7 +272,7 @@ def _row(file: Path, unit: str, number: int, value: Any) -> PromptRow:
     given = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(given, Mapping):
         raise PromptFileError(f'{where} needs a non-empty text under "prompt", got {_short(value)}')
-    given = _without_nulls(given)
+    given = without_nulls(given)
     name = next((n for n in PROMPT_NAMES if n in given), "prompt")
     text, negative = given.pop(name, None), given.pop("negative_prompt", None)
     if not isinstance(text, str) or not text.strip():
@@ -303,16 +303,16 @@ def _row(file: Path, unit: str, number: int, value: Any) -> PromptRow:
 
 def _metadata_text(text: str, where: str) -> Any:
     try:
-        return _without_nulls(json.loads(text))
+        return without_nulls(json.loads(text))
     except (ValueError, RecursionError) as error:
         raise PromptFileError(f'{where}: "metadata" must be an object, got the text {text[:80]!r}') from error
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """`value` without the keys whose value is null (NaN too, as data frames write it), at every depth."""
     if isinstance(value, Mapping):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None and v == v}
-    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+        return {k: without_nulls(v) for k, v in value.items() if v is not None and v == v}
+    return [without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def _short(value: Any) -> str:

@@ -14,6 +14,8 @@ import asyncio
 import hmac
 import ipaddress
 import logging
+import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -23,7 +25,7 @@ from image_rewards.base import Reward, RewardResult
 from image_rewards.batching import Batcher, Limits, OverloadedError
 from image_rewards.errors import RewardConfigError, RewardError, RewardInputError, RewardTimeoutError, missing_extra
 from image_rewards.manager import ImageRewardManager
-from image_rewards.wire import decode_samples, encode_results
+from image_rewards.wire import decode_samples, decompress, encode_results
 
 log = logging.getLogger("image_rewards.server")
 
@@ -103,6 +105,10 @@ def create_app(reward: Reward, *, token: str = "", limits: Limits | None = None)
         body = await read_body(request)
         size = len(body)
         try:
+            try:
+                body = decompress(body, request.headers.get("content-encoding", ""), limits.body_bytes)
+            except ValueError as error:
+                raise _RefusedError(415 if "not read" in str(error) else 400, f"{error}.") from error
             samples = decode_samples(body, kind, limits.request_samples)
             results = await batcher.score(samples)
         finally:
@@ -182,7 +188,14 @@ def serve(
     except ImportError as error:
         raise missing_extra("uvicorn", "server", "the scorer service") from error
     app = create_app(reward, token=token, limits=limits)
+    if not 0 <= port <= 65535:
+        raise RewardConfigError(f"port={port!r} must be 0 (any that is free) to 65535.")
     try:
-        uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=30)
-    except SystemExit as error:
-        raise RewardError(f"the service could not start on {host}:{port} (is the port taken?).") from error
+        # Bound here: uvicorn would end the whole process over a port that is taken.
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise RewardError(f"the service could not start on {host}:{port} ({error}). Choose another port.") from error
+    shown = f"[{host}]" if ":" in host else host
+    print(f"{reward.name} is served on http://{shown}:{listener.getsockname()[1]}/score", file=sys.stderr, flush=True)
+    settings = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=30)
+    uvicorn.Server(settings).run(sockets=[listener])

@@ -18,13 +18,14 @@ import io
 import json
 import math
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
 from PIL import Image
 
-from image_rewards.base import MAX_PIXELS, MAX_TOTAL_PIXELS, RewardResult, RewardSample
+from image_rewards.base import MAX_PIXELS, MAX_TOTAL_PIXELS, RewardResult, RewardSample, as_number
 from image_rewards.errors import RewardInputError, RewardServiceError
 
 JSON_TYPE = "application/json"
@@ -238,17 +239,51 @@ def decode_results(body: bytes, expected: int, where: str) -> list[RewardResult]
         if not isinstance(rows, list) or len(rows) != expected:
             raise ValueError(f"{len(rows)} results for {expected} samples")
         return [_result(row) for row in rows]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise RewardServiceError(
             f"{where} answered with something that is not {expected} scores: {type(error).__name__}: {error}"
         ) from error
 
 
 def _result(row: Mapping[str, Any]) -> RewardResult:
-    error, score = row["error"], row["score"]
-    components = {str(k): math.nan if v is None else float(v) for k, v in dict(row["components"]).items()}
+    error, score, given = row["error"], row["score"], row["components"]
+    if not (error is None or isinstance(error, str)) or not isinstance(given, dict):
+        raise ValueError(f"error={error!r:.80} must be a text or null, components={given!r:.80} an object")
     if error is not None:
-        return RewardResult(math.nan, components, str(error), bool(row.get("retryable", False)))
-    if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
+        components = {k: float(v) for k, v in given.items() if isinstance(v, int | float) and abs(v) < 1e300}
+        return RewardResult(math.nan, components, error or "it gave no cause", bool(row.get("retryable", False)))
+    if isinstance(score, bool):
         raise ValueError(f"score={score!r} without an error")
-    return RewardResult(float(score), components)
+    try:
+        components = {key: as_number(value, key) for key, value in given.items() if value is not None}
+        return RewardResult(as_number(score, "score"), components)
+    except ValueError as wrong:
+        raise ValueError(f"{wrong}, without an error") from wrong
+
+
+def decompress(body: bytes, encoding: str, limit: int) -> bytes:
+    """The body behind a Content-Encoding of gzip or deflate, at most `limit` bytes of it.
+
+    Raises:
+        ValueError: another encoding, a damaged or cut-off body, or more bytes than `limit`.
+    """
+    kind = encoding.strip().lower()
+    if kind in ("", "identity"):
+        return body
+    windows = {"gzip": [31], "x-gzip": [31], "deflate": [15, -15]}.get(kind)  # deflate: with zlib's frame, or bare
+    if windows is None:
+        raise ValueError(f"Content-Encoding {encoding!r} is not read; send gzip, deflate or none")
+    for window in windows:
+        unpacker = zlib.decompressobj(window)
+        try:
+            unpacked = unpacker.decompress(body, limit + 1)
+        except zlib.error as error:
+            if window == windows[-1]:
+                raise ValueError(f"the {kind} body of {len(body)} bytes is damaged: {error}") from error
+            continue
+        if len(unpacked) > limit:
+            raise ValueError(f"the {kind} body holds more than {limit} bytes")
+        if not unpacker.eof:
+            raise ValueError(f"the {kind} body of {len(body)} bytes is cut off")
+        return unpacked
+    raise AssertionError("unreachable")

@@ -10,6 +10,8 @@ import asyncio
 import base64
 import io
 import itertools
+import json
+import re
 import socket
 import time
 from typing import TYPE_CHECKING, Any
@@ -21,11 +23,16 @@ from .types import GenerationRequest
 if TYPE_CHECKING:
     from .agent_loop import Client
 
-_FIELDS = {
+_FIELDS = (
     "prompt", "n", "size", "seed", "negative_prompt", "num_inference_steps", "true_cfg_scale", "guidance_scale", "adapter",
-    "model", "response_format", "user",
-}  # fmt: skip
+    "model", "response_format", "user", "stream", "output_format",
+)  # fmt: skip
+_IGNORED = ("quality", "style", "background", "moderation", "output_compression", "partial_images", "input_fidelity")
+"""What OpenAI's own clients send for models of theirs. It has no meaning here; the answer names those that were left out."""
 _MAX_IMAGES = 16
+_MAX_SIDE = 4096
+_MULTIPLE = 16
+"""Sides of a picture are multiples of this: latent cells of 8 pixels, in patches of 2, in every architecture of model_specs."""
 
 
 def create_app(client: Client, pipeline: DiffusionPipelineConfig, model: str = "policy") -> Any:
@@ -40,7 +47,7 @@ def create_app(client: Client, pipeline: DiffusionPipelineConfig, model: str = "
         MissingExtraError: FastAPI is not installed.
     """
     try:
-        from fastapi import Body, FastAPI
+        from fastapi import FastAPI, Request
         from fastapi.responses import JSONResponse
     except ImportError as error:
         raise MissingExtraError("the image route needs FastAPI: pip install './packages/omni-rollout[http]'") from error
@@ -54,9 +61,9 @@ def create_app(client: Client, pipeline: DiffusionPipelineConfig, model: str = "
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [{"id": model, "object": "model", "owned_by": "omni-rollout"}]}
 
-    @app.post("/v1/images/generations")
-    async def generations(body: dict[str, Any] = Body(...)) -> Any:  # noqa: B008 - FastAPI's way
+    async def generations(http: Request) -> Any:
         try:
+            body = _object(await http.body())
             requests = requests_of(body, pipeline, next(numbers))
             pictures = await asyncio.gather(*(client.generate(request) for request in requests))
             data = [{"b64_json": to_png(picture.diffusion_output)} for picture in pictures]
@@ -64,8 +71,11 @@ def create_app(client: Client, pipeline: DiffusionPipelineConfig, model: str = "
             status = 400 if isinstance(error, RolloutConfigError) else 503
             kind = "invalid_request_error" if status == 400 else "server_error"
             return JSONResponse({"error": {"message": str(error), "type": kind}}, status_code=status)
-        return {"created": int(time.time()), "data": data}
+        ignored = [name for name in _IGNORED if body.get(name) is not None]
+        note = {"note": f"ignored, without a meaning here: {', '.join(ignored)}"} if ignored else {}
+        return JSONResponse({"created": int(time.time()), "data": data, **note})
 
+    app.add_route("/v1/images/generations", generations, methods=["POST"])
     return app
 
 
@@ -110,40 +120,82 @@ class ImageServer:
             self._task = None
 
 
+def _object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a request; null means absent. Raises `RolloutConfigError` when it is none."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RolloutConfigError(f"the body is no JSON: {type(error).__name__}: {error}") from error
+    if not isinstance(found, dict):
+        raise RolloutConfigError(f"the body must be a JSON object, not a {type(found).__name__}.")
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _number(body: dict[str, Any], name: str, default: Any, low: float, high: float, *, whole: bool = True) -> Any:
+    """A number between `low` and `high`, both allowed."""
+    value = body.get(name, default)
+    if value is None:
+        return None
+    fits = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if not fits or not low <= value <= high:
+        kind = "a whole number" if whole else "a number"
+        raise RolloutConfigError(f"{name}={str(value)[:40]!s} must be {kind} from {low} to {high}.")
+    return value
+
+
+def _text(body: dict[str, Any], name: str, default: str | None) -> str | None:
+    value = body.get(name, default)
+    if value is not None and not isinstance(value, str):
+        raise RolloutConfigError(f"{name}={value!r:.40} must be a text.")
+    return value
+
+
+def _size(body: dict[str, Any], pipeline: DiffusionPipelineConfig) -> tuple[int, int]:
+    """Width and height."""
+    size = body.get("size", "auto")
+    if size == "auto":
+        return pipeline.width, pipeline.height
+    found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", size) if isinstance(size, str) else None
+    sides = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not all(0 < side <= _MAX_SIDE and side % _MULTIPLE == 0 for side in sides):
+        raise RolloutConfigError(
+            f"size={size!r:.40} must read like '512x512' (or 'auto'), each side a multiple of {_MULTIPLE} from {_MULTIPLE} to "
+            f"{_MAX_SIDE}."
+        )
+    return sides
+
+
 def requests_of(body: dict[str, Any], pipeline: DiffusionPipelineConfig, number: int) -> list[GenerationRequest]:
-    """The requests of one call. Raises `RolloutConfigError` for anything that is not allowed."""
-    unknown = sorted(set(body) - _FIELDS)
+    """The requests of one call (a body without nulls). Raises `RolloutConfigError` for anything that is not allowed."""
+    unknown = sorted(set(body) - {*_FIELDS, *_IGNORED})
     if unknown:
         raise RolloutConfigError(f"fields {unknown!r} are not known; allowed are {', '.join(sorted(_FIELDS))}.")
-    prompt, count = body.get("prompt"), body.get("n", 1)
-    if not isinstance(prompt, str) or not prompt:
-        raise RolloutConfigError(f"prompt={prompt!r} must be a text.")
-    if not isinstance(count, int) or not 1 <= count <= _MAX_IMAGES:
-        raise RolloutConfigError(f"n={count!r} must be 1 to {_MAX_IMAGES}.")
-    if body.get("response_format", "b64_json") != "b64_json":
-        raise RolloutConfigError("response_format must be 'b64_json': pictures are not kept on a server.")
-    size = str(body.get("size", f"{pipeline.width}x{pipeline.height}")).split("x")
-    if len(size) != 2 or not all(part.isdigit() for part in size):
-        raise RolloutConfigError(f"size={body.get('size')!r} must read like '512x512'.")
-    cfg = float(body.get("true_cfg_scale", pipeline.true_cfg_scale))
+    for name, only in (("response_format", "b64_json"), ("output_format", "png"), ("stream", False)):
+        if body.get(name, only) != only:
+            raise RolloutConfigError(f"{name}={body[name]!r:.40} is not served: leave it out, or say {only!r}.")
+    prompt = _text(body, "prompt", None)
+    if not prompt or not prompt.strip():
+        raise RolloutConfigError(f"prompt={prompt!r} must be a text, and not empty.")
+    width, height = _size(body, pipeline)
+    cfg = float(_number(body, "true_cfg_scale", pipeline.true_cfg_scale, 0, 100, whole=False))
     return [
         GenerationRequest(
             request_id=f"image-{number}-{index}",
             uid="image",
             index=index,
             prompt=prompt,
-            negative_prompt=body.get("negative_prompt", pipeline.negative_prompt),
-            seed=int(body.get("seed", 0)),
-            width=int(size[0]),
-            height=int(size[1]),
-            num_inference_steps=int(body.get("num_inference_steps", pipeline.num_inference_steps)),
+            negative_prompt=_text(body, "negative_prompt", " " if cfg > 1 else None),
+            seed=_number(body, "seed", 0, 0, 2**63 - 1),
+            width=width,
+            height=height,
+            num_inference_steps=_number(body, "num_inference_steps", pipeline.num_inference_steps, 1, 1000),
             true_cfg_scale=cfg,
-            guidance_scale=body.get("guidance_scale", pipeline.guidance_scale),
+            guidance_scale=_number(body, "guidance_scale", pipeline.guidance_scale, 0, 100, whole=False),
             max_sequence_length=pipeline.max_sequence_length,
-            adapter=body.get("adapter", "default"),
+            adapter=_text(body, "adapter", "default") or "default",
             return_trajectory=False,
         )
-        for index in range(count)
+        for index in range(_number(body, "n", 1, 1, _MAX_IMAGES))
     ]
 
 
