@@ -10,6 +10,7 @@ from pathlib import Path
 from ray_trainer.cluster import prepare_environment
 from ray_trainer.config import RunConfig, compose, to_yaml
 from ray_trainer.errors import Interrupted, TrainerError, TrainingFailed
+from ray_trainer.output import safe_output
 from ray_trainer.validate import validate_config
 from ray_trainer.values import expand
 
@@ -83,8 +84,13 @@ def parse(app: App, argv: list[str]) -> tuple[RunConfig | None, bool]:
 def run(app: App, argv: list[str] | None = None) -> int:
     """The program: returns its exit code. Bad input is one line on stderr and exit code 2, with nothing written."""
     prepare_environment()
+    with safe_output():
+        return _run(app, sys.argv[1:] if argv is None else argv)
+
+
+def _run(app: App, argv: list[str]) -> int:
     try:
-        config, dry_run = parse(app, sys.argv[1:] if argv is None else argv)
+        config, dry_run = parse(app, argv)
         if config is None:
             print(help_text(app), end="")
             return 0
@@ -99,8 +105,8 @@ def run(app: App, argv: list[str] | None = None) -> int:
             return 0
         print("\n".join(plan), flush=True)
         return app.train(config)
-    except TrainerError as error:
-        print(f"{app.name}: error: {error}", file=sys.stderr)
+    except (TrainerError, OSError) as error:
+        print(f"{app.name}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except Interrupted as stop:
         print(f"{app.name}: {stop}", file=sys.stderr)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,95 @@ def prepare_environment() -> None:
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+    # `ray start` demands the token where this machine has one. A driver that joins must then send it, and Ray decides when it is
+    # imported whether it does; a cluster without tokens ignores it.
+    if "RAY_AUTH_MODE" not in os.environ and _has_token():
+        os.environ["RAY_AUTH_MODE"] = "token"
+
+
+def _has_token() -> bool:
+    given = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    return given or (Path.home() / ".ray" / "auth_token").is_file()
+
+
+@cache
+def _own_token() -> str:
+    """The token of the Rays that this process starts. One for all: Ray reads it once."""
+    return secrets.token_hex(32)
+
+
+@contextmanager
+def _token_in_memory() -> Iterator[None]:
+    """A local Ray with a token that is in no file: Ray would leave ~/.ray/auth_token behind, which later clusters then demand."""
+    before = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
+    if not _has_token() and before["RAY_AUTH_MODE"] in (None, "token"):
+        os.environ["RAY_AUTH_TOKEN"] = _own_token()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def memory_mb() -> int:
+    """Memory of this machine, or of the container that this process is in, in MiB."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            found.append(int(Path(file).read_text()))
+    return min(found) // 2**20
+
+
+def check_ray(config: RayConfig) -> None:
+    """Raise `TrainerError` for settings that a Ray on this machine cannot have. A joined cluster has its own."""
+    if not cluster_address(config) and config.object_store_mb > memory_mb():
+        raise TrainerError(
+            f"ray.object_store_mb={config.object_store_mb} is out of range: it must be 75 to {memory_mb()}, the memory of this "
+            "machine"
+        )
+
+
+def cluster_address(config: RayConfig) -> str:
+    """The cluster to join; empty starts a Ray of its own."""
+    address = config.address or os.environ.get("RAY_ADDRESS", "")
+    return "" if address == "local" else address
+
+
+JOIN_TIMEOUT_S = 30.0
+_JOIN = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='CRITICAL')"
+_PATIENCE = {"RAY_gcs_rpc_server_connect_timeout_s": "3", "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+
+
+def _check_cluster(address: str) -> None:
+    """Join and leave the cluster in another process: to one that is gone, Ray tries for minutes and then ends its process."""
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _JOIN, address],
+            env={**os.environ, **_PATIENCE},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=JOIN_TIMEOUT_S - 2,
+        )
+        if done.returncode == 0:
+            return
+        said = done.stderr
+    except subprocess.TimeoutExpired as error:
+        said = error.stderr.decode(errors="replace") if isinstance(error.stderr, bytes) else error.stderr or ""
+    if "InvalidAuthToken" in said or "AuthenticationError" in said:
+        raise TrainerError(
+            f"the Ray cluster at ray.address={address!r} demands a token that this machine does not have: copy ~/.ray/auth_token "
+            "of its head node here, or set RAY_AUTH_TOKEN"
+        )
+    lines = [line.strip() for line in said.splitlines() if "Error" in line] or ["no answer"]
+    raise TrainerError(
+        f"no Ray cluster answers at ray.address={address!r} within {time.monotonic() - began:.0f} s ({lines[-1][:200]}); start one "
+        "with `ray start --head`, or leave ray.address (and RAY_ADDRESS) empty to run on this machine"
+    )
 
 
 def available_cpus() -> int:
@@ -54,20 +147,15 @@ def ray_session(config: RayConfig) -> Iterator[None]:
     if ray.is_initialized():  # a program that embeds the trainer owns its Ray
         yield
         return
-    address = config.address or os.environ.get("RAY_ADDRESS", "")
+    address = cluster_address(config)
     env: dict[str, Any] = {
         "runtime_env": {"env_vars": dict(ENVIRONMENT)},
         "log_to_driver": False,
         "logging_level": "ERROR",
     }
     if address:
-        try:
-            ray.init(address=address, **env)
-        except ConnectionError as error:
-            raise TrainerError(
-                f"no Ray cluster answers at ray.address={address!r}: {error}; start one with `ray start --head`, or leave "
-                "ray.address (and RAY_ADDRESS) empty to run on this machine"
-            ) from error
+        _check_cluster(address)
+        ray.init(address=address, **env)
         try:
             yield
         finally:
@@ -77,18 +165,20 @@ def ray_session(config: RayConfig) -> Iterator[None]:
     place = Path("/tmp" if sys.platform != "win32" else tempfile.gettempdir())
     _sweep(place)
     folder = Path(tempfile.mkdtemp(prefix=f"drl-{os.getpid()}-", dir=place))
-    try:
-        ray.init(
-            num_cpus=config.num_cpus or max(available_cpus(), 2),
-            include_dashboard=False,
-            object_store_memory=config.object_store_mb * 2**20,
-            _temp_dir=str(folder),
-            **env,
-        )
-        yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+    with _token_in_memory():
+        try:
+            ray.init(
+                address="local",  # whatever RAY_ADDRESS says
+                num_cpus=config.num_cpus or max(available_cpus(), 2),
+                include_dashboard=False,
+                object_store_memory=config.object_store_mb * 2**20,
+                _temp_dir=str(folder),
+                **env,
+            )
+            yield
+        finally:
+            ray.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sweep(place: Path) -> None:

@@ -48,7 +48,8 @@ _OPTIONS = ("reward.options", "rollout.vllm_omni.engine_kwargs", "model.transfor
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:
-    text = json.dumps([asdict(prompt) for prompt in prompts], sort_keys=True, default=repr)
+    rows = [asdict(prompt) | {"where": ""} for prompt in prompts]  # the place of a file decides nothing
+    text = json.dumps(rows, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from ray_trainer.cluster import check_ray
 from ray_trainer.config import RunConfig, to_tree, updates_per_step
 from ray_trainer.errors import TrainerError
 from ray_trainer.model_folder import ARCHITECTURES, check_folder, read_index, transformer_size
@@ -138,6 +139,7 @@ def validate_config(config: RunConfig) -> list[str]:
         ("actor.ppo_mini_batch_size", a.ppo_mini_batch_size),
     ):
         require(value % t.num_workers == 0, f"{key} = {value} must divide by trainer.num_workers={t.num_workers}")
+    check_ray(config.ray)
     check_run_dir(t.run_dir, t.on_existing)
     notes += check_resume(config, {"data.train_file": train, "data.val_file": val})
     samples = d.prompts_per_step * r.n

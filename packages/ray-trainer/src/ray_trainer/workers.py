@@ -42,10 +42,12 @@ class ActorRolloutRefWorker:
 
     def meeting_point(self) -> str:
         """Address of this machine with a free port, where the processes of a group find each other."""
+        import ray
+
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        return f"tcp://{socket.gethostbyname(socket.gethostname())}:{port}"
+        return f"tcp://{ray.util.get_node_ip_address()}:{port}"  # the host's own name need not resolve
 
     def init_model(self, meeting_point: str | None = None) -> None:
         """Join the process group when there are several processes, and build engine and backend."""

@@ -1,0 +1,132 @@
+"""Ray started here leaves nothing behind; a cluster is joined with and without a token; one that is gone is named soon."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from ray_trainer import cluster
+from ray_trainer.config import RayConfig
+from ray_trainer.errors import TrainerError
+
+SESSION = """
+import sys
+from ray_trainer.cluster import prepare_environment, ray_session
+prepare_environment()
+from ray_trainer.config import RayConfig
+from ray_trainer.errors import TrainerError
+try:
+    for _ in range(int(sys.argv[2])):
+        with ray_session(RayConfig(address=sys.argv[1], num_cpus=2, object_store_mb=80)):
+            import ray
+            print("answer", ray.get(ray.remote(lambda: 6 * 7).remote()), flush=True)
+except TrainerError as error:
+    print(error, file=sys.stderr)
+    raise SystemExit(2)
+"""
+
+
+def session(home, address="", times=1, **env):
+    """(exit code, output, errors, seconds) of a program that opens Ray sessions with this home."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", SESSION, address, str(times)],
+        env={**clean, "HOME": str(home), **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr, time.monotonic() - start
+
+
+def test_a_local_ray_leaves_no_token_behind(tmp_path):
+    code, out, err, _ = session(tmp_path)
+    assert code == 0, err
+    assert out == "answer 42\n"
+    assert not (tmp_path / ".ray").exists()
+
+
+def test_a_cluster_that_is_gone_is_one_line_within_half_a_minute(tmp_path):
+    code, _, err, seconds = session(tmp_path, "127.0.0.1:1")
+    assert code == 2
+    assert "no Ray cluster answers at ray.address='127.0.0.1:1'" in err
+    assert err.count("\n") == 1
+    assert seconds < 60  # 30 s for the answer; the rest is for a busy machine that starts Python
+
+
+def test_a_port_where_something_else_listens_is_no_cluster(monkeypatch):
+    monkeypatch.setattr(cluster, "JOIN_TIMEOUT_S", 12.0)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(4)
+        with pytest.raises(TrainerError, match="no Ray cluster answers at"):
+            cluster._check_cluster(f"127.0.0.1:{silent.getsockname()[1]}")
+
+
+def test_the_environment_names_the_cluster_too(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert cluster.cluster_address(RayConfig()) == "10.0.0.1:6379"
+    assert cluster.cluster_address(RayConfig(address="auto")) == "auto"
+    assert cluster.cluster_address(RayConfig(address="local")) == ""
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    """(home, address) of a cluster of one node that demands the token in that home."""
+    home = tmp_path_factory.mktemp("home")
+    (home / ".ray").mkdir()
+    (home / ".ray" / "auth_token").write_text("5e" * 32)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder = tempfile.mkdtemp(prefix="drh-", dir="/tmp")  # short: sockets lie in it
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
+    command += ["--include-dashboard=false", "--num-cpus=1", "--object-store-memory=80000000", f"--temp-dir={folder}"]
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    env = {**clean, "HOME": str(home), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    log = Path(folder) / "start.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 90
+        while "started" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        yield home, f"127.0.0.1:{port}"
+    finally:
+        started = [process, *psutil.Process(process.pid).children(recursive=True)]
+        for one in reversed(started):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait(30)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_cluster_with_a_token_is_joined_from_where_the_token_is(head, tmp_path):
+    home, address = head
+    code, out, err, _ = session(home, address)
+    assert (code, out) == (0, "answer 42\n"), err
+    code, out, err, _ = session(tmp_path, address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="5e" * 32)
+    assert (code, out) == (0, "answer 42\n"), err
+
+
+def test_a_missing_token_is_said(head, tmp_path):
+    code, _, err, _ = session(tmp_path, head[1])
+    assert code == 2
+    assert "demands a token that this machine does not have" in err
+
+
+def test_the_object_store_must_fit_the_machine():
+    cluster.check_ray(RayConfig(object_store_mb=256))
+    cluster.check_ray(RayConfig(object_store_mb=10**8, address="auto"))  # the cluster's own is used
+    with pytest.raises(TrainerError, match=rf"must be 75 to {cluster.memory_mb()}, the memory of this machine"):
+        cluster.check_ray(RayConfig(object_store_mb=10**8))
