@@ -165,6 +165,26 @@ def pipelines(tmp_path_factory):
     return {name: tiny.build(name, tmp_path_factory.mktemp(name)) for name in TINY}
 
 
+@pytest.mark.parametrize(("app", "recipe"), RECIPES, ids=IDS)
+def test_its_lora_goes_where_the_source_has_it(app, recipe, pipelines):
+    import diffusers
+    from fsdp_diffusers_engine.adapters import inject_adapters
+    from model_specs import get_spec
+
+    model = parse(app, [f"recipe={recipe}"])[0].model
+    folder = pipelines[{"sd3": "sd35", "wan": "wan_5b"}.get(model.architecture, model.architecture)]
+    spec = type(get_spec(model.architecture))(folder)
+    network = getattr(diffusers, spec.transformer_class).from_pretrained(folder, subfolder="transformer")
+    inject_adapters(network, model, spec, ["default"])  # refuses a name that is nowhere
+    trained = {
+        name.split(".lora_A")[0] for name, p in network.named_parameters() if ".lora_A" in name and p.requires_grad
+    }
+    assert trained
+    if model.architecture == "sd3":  # SD3.5's second attention ends in the same names, and no source trains it
+        assert any(".attn2." in name for name, _ in network.named_parameters())
+        assert not [name for name in trained if ".attn2." in name]
+
+
 @pytest.mark.parametrize(("name", "recipe"), TINY.items())
 def test_a_folder_of_the_same_architecture_takes_the_models_place(name, recipe, pipelines, tmp_path):
     def plan(folder):
