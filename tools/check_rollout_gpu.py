@@ -77,7 +77,7 @@ class Model:
             self.path = str(folder / dtype)
             pipeline.save_pretrained(self.path)
         settings = VllmOmniConfig(
-            enforce_eager=True, max_num_seqs=8, request_batch_max_wait_ms=200.0, gpu_memory_utilization=0.1,
+            enforce_eager=True, max_num_seqs=8, request_batch_max_wait_ms=200.0,
             tensor_model_parallel_size=split,
         )  # fmt: skip
         config = DiffusionRolloutConfig(backend="vllm_omni", dtype=dtype, vllm_omni=settings)

@@ -183,8 +183,6 @@ class VllmOmniConfig:
 
     tensor_model_parallel_size: int = 1
     """GPUs that share one copy of the transformer."""
-    gpu_memory_utilization: float = 0.5
-    """Share of a GPU's memory that the engine may take when it lives beside a trainer."""
     enforce_eager: bool = False
     """Skip torch.compile of the transformer blocks."""
     max_num_seqs: int = 16
@@ -210,12 +208,6 @@ class VllmOmniConfig:
             ">= 1",
         )
         _require(self.max_num_seqs >= 1, "vllm_omni.max_num_seqs", self.max_num_seqs, "at least 1")
-        _require(
-            0 < self.gpu_memory_utilization <= 1,
-            "vllm_omni.gpu_memory_utilization",
-            self.gpu_memory_utilization,
-            "in (0, 1]",
-        )
 
 
 @dataclass

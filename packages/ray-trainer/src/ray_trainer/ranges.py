@@ -154,7 +154,6 @@ RANGES: dict[str, dict[str, Range]] = {
     },
     "VllmOmniConfig": {
         "tensor_model_parallel_size": Range(1, 1024),
-        "gpu_memory_utilization": _PART,
         "max_num_seqs": _COUNT,
         "request_batch_max_wait_ms": Range(0, 1e7),
         "openai_port": Range(1, 65_535),

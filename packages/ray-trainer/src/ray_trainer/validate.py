@@ -14,6 +14,7 @@ from ray_trainer.ranges import check_ranges
 from ray_trainer.resume import check_resume
 from ray_trainer.run_dir import check_run_dir
 from ray_trainer.validate_algorithm import check_algorithm, check_experts, require
+from ray_trainer.validate_support import check_supported
 
 
 def _check_model(config: RunConfig) -> tuple[str, list[str]]:
@@ -129,11 +130,7 @@ def validate_config(config: RunConfig) -> list[str]:
     folder = locate(config.model.path)
     if folder is not None:
         check_experts(config, read_index(folder))
-    # What other parts can do and the loop cannot yet: refused, never ignored.
-    require(
-        config.model.lora_rank >= 1,
-        f"model.lora_rank={config.model.lora_rank}: the loop trains a LoRA; full fine-tuning is in fsdp-diffusers-engine so far",
-    )
+    check_supported(config)
     for key, value in (
         ("data.prompts_per_step x rollout.n", d.prompts_per_step * r.n),
         ("actor.ppo_mini_batch_size", a.ppo_mini_batch_size),

@@ -47,7 +47,6 @@ def start_engine(config: DiffusionRolloutConfig, path: str, algorithm: str, cuda
         "request_batch_max_wait_ms": settings.request_batch_max_wait_ms,
         "enable_sleep_mode": settings.enable_sleep_mode,
         "step_execution": settings.step_execution,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
         "custom_pipeline_args": {"pipeline_class": pipeline_for(path, algorithm)},
         "worker_extension_cls": _EXTENSION,
         "max_cpu_loras": 4,

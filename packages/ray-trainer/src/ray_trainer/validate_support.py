@@ -1,0 +1,40 @@
+"""Refuse what a package can do and these programs cannot yet: a key works or is refused, never ignored. Imports no torch."""
+
+from __future__ import annotations
+
+from ray_trainer.config import RunConfig
+from ray_trainer.validate_algorithm import require
+
+AGENT_LOOPS = ("diffusion_single_turn_agent", "diffusion_judge_edit_agent")
+
+
+def check_supported(config: RunConfig) -> None:
+    """Raise `TrainerError` for the first setting that would change nothing, or would be wrong, in a run of the programs."""
+    model, actor, rollout = config.model, config.actor, config.rollout
+    require(
+        model.lora_rank >= 1,
+        f"model.lora_rank={model.lora_rank}: the loop trains a LoRA; full fine-tuning is in fsdp-diffusers-engine so far",
+    )
+    require(
+        not model.lora.merge,
+        "model.lora.merge=true: samplers take the adapter as it is, and nothing here sends merged weights; leave it false",
+    )
+    require(
+        actor.fsdp_config.ema_decay == 0,
+        f"actor.fsdp_config.ema_decay={actor.fsdp_config.ema_decay}: no validation and no export reads the average; leave it at 0",
+    )
+    size = actor.fsdp_config.ulysses_sequence_parallel_size
+    require(
+        size == 1,
+        f"actor.fsdp_config.ulysses_sequence_parallel_size={size}: the loop gives every rank other samples, and ranks of one "
+        "sequence need the same; leave it at 1",
+    )
+    require(actor.strategy == "fsdp", f"actor.strategy={actor.strategy!r}: fsdp is the one there is")
+    loop = rollout.agent.default_agent_loop
+    require(loop in AGENT_LOOPS, f"rollout.agent.default_agent_loop={loop!r} must be one of {', '.join(AGENT_LOOPS)}")
+    parallel = [name for name in rollout.vllm_omni.engine_kwargs if name.endswith(("_parallel_size", "_degree"))]
+    require(
+        not parallel,
+        f"rollout.vllm_omni.engine_kwargs sets {', '.join(parallel)}: the engine gets as many GPUs as "
+        "rollout.vllm_omni.tensor_model_parallel_size says and no more; set that one",
+    )
