@@ -136,6 +136,20 @@ def test_a_prompt_without_a_target_for_its_reward_is_named(tmp_path, capsys):
     assert error.count("\n") == 1
 
 
+def test_a_prompt_that_the_encoder_does_not_take_is_named(tmp_path, capsys):
+    prompts, long = tmp_path / "prompts.csv", "one red circle on a white background " * 9
+    prompts.write_text(f"prompt,negative_prompt\n{long[:37]},\n{long},\n" + f"{long[:37]},\n" * 5)
+    arguments = [f"data.train_file={prompts}", "rollout.pipeline.max_sequence_length=40", "--dry-run"]
+    assert run(APPS[0], arguments) == 2
+    error = capsys.readouterr().err
+    assert "prompts.csv, line 3: The prompt 'one red circle" in error
+    assert "max_sequence_length is 40" in error
+    assert run(APPS[0], [*arguments, "rollout.pipeline.max_sequence_length=512"]) == 0
+    prompts.write_text(f"prompt,negative_prompt\n{long[:37]},{long}\n" + f"{long[:37]},\n" * 5)
+    assert run(APPS[0], arguments) == 2
+    assert "prompts.csv, line 2, negative prompt: The prompt" in capsys.readouterr().err
+
+
 def test_parse_refuses_what_it_cannot_read(tmp_path):
     recipe = tmp_path / "list.yaml"
     recipe.write_text("- 1\n- 2\n")

@@ -183,3 +183,25 @@ def test_sd3_without_t5(load: Callable[[str], Any], tmp_path: Any) -> None:
     torch.testing.assert_close(ours.pooled, expected[2])
     with pytest.raises(PromptTooLongError, match="CLIP"):
         encoder.encode(["purple triangles " * 8])
+    with pytest.raises(PromptTooLongError, match="CLIP"):
+        get_spec_for(tmp_path).prompt_check(tmp_path)("purple triangles " * 8, 256)
+
+
+@pytest.mark.parametrize("name", ["qwen_image", "sd3", "z_image", "wan", "flux"])
+def test_lengths_are_checked_without_weights_as_the_encoder_does(name, tiny_folder):
+    from model_specs import get_spec_for
+
+    folder = tiny_folder(name)
+    spec = get_spec_for(folder)
+    check, encoder = spec.prompt_check(folder), spec.load_encoder(folder)
+    for count in (1, 12, 17, 18, 19, 20, 24):
+        prompt, answers = " ".join(["red"] * count), []
+        for ask in (check, lambda prompt, length: encoder.encode([prompt], length)):
+            try:
+                ask(prompt, 20)
+                answers.append("")
+            except PromptTooLongError as error:
+                answers.append(str(error))
+        assert answers[0] == answers[1], prompt
+    with pytest.raises(PromptTooLongError):
+        check("red " * 60, 20)

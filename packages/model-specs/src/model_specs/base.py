@@ -10,7 +10,7 @@ noise, and the velocity points from clean to noise, so a step is x + (sigma_next
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from model_specs.embeddings import PromptEmbeds, PromptEncoder
 from model_specs.errors import SpecError
-from model_specs.folders import component, load_diffusers, read_json
+from model_specs.folders import component, has_part, load_diffusers, load_part, read_json
 
 
 class ModelSpec(ABC):
@@ -118,6 +118,22 @@ class ModelSpec(ABC):
         self, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> PromptEncoder:
         """The text encoder(s) and tokenizer(s) of a pipeline folder, frozen, behind a cache."""
+
+    def prompt_check(self, path: str | Path) -> Callable[[str, int], None]:
+        """A function (prompt, max_sequence_length) that raises PromptTooLongError where the encoder would, with the tokenizers of a
+        pipeline folder alone: no weights are read."""
+        parts = [p for p in ("tokenizer", "tokenizer_2", "tokenizer_3") if has_part(path, p)]
+        tokenizers = {part: load_part(path, part, torch.float32, "cpu") for part in parts}
+        return lambda prompt, length: self.check_prompt(tokenizers, prompt, length)
+
+    def check_prompt(self, tokenizers: Mapping[str, Any], prompt: str, max_sequence_length: int) -> None:  # noqa: B027  (third parties need not say)
+        """Raise PromptTooLongError for a prompt that the encoder refuses; a spec that does not say which counts none.
+
+        Args:
+            tokenizers: of the pipeline, by the name of their part.
+            prompt: the text.
+            max_sequence_length: tokens at most.
+        """
 
     # ------------------------------------------------------------------ shapes and schedule
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from model_specs import flops
 from model_specs.base import ModelSpec
 from model_specs.common import compute_dtype, config_of, dynamic_shift, linear_sigmas, timestep_of, unpack
-from model_specs.embeddings import PromptEmbeds, PromptEncoder
+from model_specs.embeddings import PromptEmbeds, PromptEncoder, check_length
 from model_specs.errors import SpecError
 from model_specs.folders import load_part
 from model_specs.registry import register
@@ -56,6 +56,9 @@ class FluxSpec(ModelSpec):
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         self.check_size(height, width, num_frames)
         return (height // self.size_multiple) * (width // self.size_multiple), 4 * self.latent_channels
+
+    def check_prompt(self, tokenizers: Mapping[str, Any], prompt: str, max_sequence_length: int) -> None:
+        check_length(prompt, len(tokenizers["tokenizer_2"](prompt).input_ids), max_sequence_length, "T5")
 
     def load_encoder(
         self, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"

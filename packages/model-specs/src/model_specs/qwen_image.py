@@ -66,6 +66,10 @@ class QwenImageSpec(ModelSpec):
         self.check_size(height, width, num_frames)
         return (height // self.size_multiple) * (width // self.size_multiple), 4 * self.latent_channels
 
+    def check_prompt(self, tokenizers: Mapping[str, Any], prompt: str, max_sequence_length: int) -> None:
+        count = len(tokenizers["tokenizer"](TEMPLATE.format(prompt)).input_ids) - TEMPLATE_TOKENS
+        check_length(prompt, count, max_sequence_length)
+
     def load_encoder(
         self, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> PromptEncoder:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from model_specs import flops
 from model_specs.base import ModelSpec
 from model_specs.common import compute_dtype, dynamic_shift, timestep_of
-from model_specs.embeddings import PromptEmbeds, PromptEncoder
+from model_specs.embeddings import PromptEmbeds, PromptEncoder, check_length
 from model_specs.errors import SpecError
 from model_specs.folders import has_part, load_part
 from model_specs.registry import register
@@ -52,6 +52,14 @@ class SD3Spec(ModelSpec):
         if max(height, width) > largest:
             raise SpecError(f"{height}x{width} pixels exceed the position table of this model: {largest} a side.")
         return self.latent_channels, height // self.vae_factor, width // self.vae_factor
+
+    def check_prompt(self, tokenizers: Mapping[str, Any], prompt: str, max_sequence_length: int) -> None:
+        if "tokenizer_3" in tokenizers:
+            check_length(prompt, len(tokenizers["tokenizer_3"](prompt).input_ids), max_sequence_length, "T5")
+        else:  # CLIP alone reads the prompt
+            for part in ("tokenizer", "tokenizer_2"):
+                limit = tokenizers[part].model_max_length
+                check_length(prompt, len(tokenizers[part](prompt).input_ids), limit, "CLIP")
 
     def load_encoder(
         self, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"

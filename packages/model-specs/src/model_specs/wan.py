@@ -133,6 +133,11 @@ class WanSpec(ModelSpec):
         frames = (num_frames - 1) // self.frame_factor + 1
         return self.latent_channels, frames, height // self.vae_factor, width // self.vae_factor
 
+    def check_prompt(self, tokenizers: Mapping[str, Any], prompt: str, max_sequence_length: int) -> None:
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+        check_length(prompt, len(tokenizers["tokenizer"](prompt_clean(prompt)).input_ids), max_sequence_length, "T5")
+
     def load_encoder(
         self, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> PromptEncoder:

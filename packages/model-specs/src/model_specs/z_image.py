@@ -50,6 +50,10 @@ class ZImageSpec(ModelSpec):
         self.check_size(height, width, num_frames)
         return self.latent_channels, height // self.vae_factor, width // self.vae_factor
 
+    def check_prompt(self, tokenizers: Mapping[str, Any], prompt: str, max_sequence_length: int) -> None:
+        ids = tokenizers["tokenizer"](chat_text(tokenizers["tokenizer"], prompt)).input_ids
+        check_length(prompt, len(ids), max_sequence_length)
+
     def load_encoder(
         self, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> PromptEncoder:
@@ -129,10 +133,15 @@ class ZImageEncoder(PromptEncoder):
 
     def _encode_one(self, prompt: str, max_sequence_length: int) -> tuple[Tensor, None]:
         tokenizer, model = self.parts
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=True
-        )
-        ids = tokenizer(text, return_tensors="pt").input_ids.to(self.device)
+        ids = tokenizer(chat_text(tokenizer, prompt), return_tensors="pt").input_ids.to(self.device)
         check_length(prompt, ids.shape[1], max_sequence_length)
         output = model(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
         return output.hidden_states[-2][0], None
+
+
+def chat_text(tokenizer: Any, prompt: str) -> str:
+    """The prompt in the tokenizer's chat template, as the stock pipeline puts it."""
+    text: str = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True, enable_thinking=True
+    )
+    return text

@@ -6,11 +6,15 @@ Which prompts a step sees depends on nothing but the seed and the step's number,
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from ray_trainer.assets import resolve
 from ray_trainer.errors import TrainerError
+from ray_trainer.model_folder import read_index
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,45 @@ class PromptSampler:
         epoch, position = divmod(step, len(self.prompts) // self.per_step)
         order = random.Random(f"{self.seed}/{epoch}").sample(range(len(self.prompts)), len(self.prompts))
         return [self.prompts[i] for i in order[position * self.per_step : (position + 1) * self.per_step]]
+
+
+ROOM = 32
+"""Tokens that templates and end marks may add to a prompt's own."""
+
+
+def check_lengths(folder: Path, texts: Iterable[tuple[str, str, int]]) -> None:
+    """Refuse a prompt that the model's encoder would refuse at the first step that draws it.
+
+    No tokenizer here makes more tokens than the text has bytes, so most prompts are known to fit without loading one.
+
+    Args:
+        folder: of the pipeline.
+        texts: (where, prompt or negative prompt, max_sequence_length) of each.
+
+    Raises:
+        TrainerError: the first one that is too long.
+    """
+    clip_only = read_index(folder).get("text_encoder_3", True) in (
+        None,
+        [None, None],
+    )  # an SD3 that was saved without its T5
+    long = [
+        (where, text, limit)
+        for where, text, limit in texts
+        if max(len(form.encode()) for form in (text, normalize("NFKC", text))) + ROOM
+        > (min(limit, 77) if clip_only else limit)
+    ]
+    if not long:
+        return
+    from model_specs import get_spec_for
+    from model_specs.errors import SpecError
+
+    try:
+        check = get_spec_for(folder).prompt_check(folder)
+    except SpecError as error:
+        raise TrainerError(f"the prompts' lengths cannot be checked: {error}") from error
+    for where, text, limit in dict.fromkeys(long):
+        try:
+            check(text, limit)
+        except SpecError as error:
+            raise TrainerError(f"{where}: {error}") from error

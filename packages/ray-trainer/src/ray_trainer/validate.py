@@ -9,7 +9,7 @@ from ray_trainer.config import RunConfig, to_tree, updates_per_step
 from ray_trainer.errors import TrainerError
 from ray_trainer.model_folder import ARCHITECTURES, check_folder, read_index, transformer_size
 from ray_trainer.models import locate, pipeline_class
-from ray_trainer.prompts import Prompt, PromptSampler, load_prompts
+from ray_trainer.prompts import Prompt, PromptSampler, check_lengths, load_prompts
 from ray_trainer.ranges import check_ranges
 from ray_trainer.resume import check_resume
 from ray_trainer.run_dir import check_run_dir
@@ -130,6 +130,19 @@ def validate_config(config: RunConfig) -> list[str]:
     folder = locate(config.model.path)
     if folder is not None:
         check_experts(config, read_index(folder))
+        drawn = ((train, r.pipeline), (val[: d.val_max_prompts], r.val_kwargs.pipeline))
+        check_lengths(
+            folder,
+            (
+                (where, text, drawing.max_sequence_length)
+                for prompts, drawing in drawn
+                for p in prompts
+                for where, text in (
+                    (p.where, p.text),
+                    (f"{p.where}, negative prompt", drawing.negative_prompt if p.negative is None else p.negative),
+                )
+            ),
+        )
     check_supported(config)
     for key, value in (
         ("data.prompts_per_step x rollout.n", d.prompts_per_step * r.n),
