@@ -15,6 +15,7 @@ import pytest
 import torch
 from lora_sync import NameMapError, extract_lora, get_map, guess_map, to_vllm
 from lora_sync.maps import MAPS
+from lora_sync.names import Place
 from lora_sync.payload import A, B
 
 ARCHITECTURES = tuple(entry.name for entry in MAPS)
@@ -55,9 +56,11 @@ def test_every_linear_has_a_rule_and_comes_back(name, tools):
             comfy, part = names.to_comfy(layer)
             slot = (comfy, part.index if part else 0)
             assert seen.setdefault(slot, layer) == layer, "two layers share one place"
-            assert names.comfy_of_key(names.comfy_key(comfy)) in (comfy, names.rule(layer)[0].comfy) or names.kohya
-            back = names.from_comfy(comfy)
-            assert layer in [found for found, _ in back]
+            assert names.find(layer) == [Place(layer)]
+            flat = names.comfy_key(comfy).removeprefix(names.comfy_prefix).replace(".", "_")
+            for back in (names.find(comfy), names.find(flat, flat=True)):
+                assert layer in [place.module for place in back]
+            assert names.find(layer.replace(".", "_"), flat=True)[0].module == layer
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -89,11 +92,13 @@ def test_block_numbers_survive(tools):
     flux = get_map("flux")
     assert flux.to_comfy("single_transformer_blocks.37.attn.to_k")[0] == "single_blocks.37.linear1"
     assert flux.comfy_key("single_blocks.37.linear1") == "lora_unet_single_blocks_37_linear1"
-    assert flux.comfy_of_key("lora_unet_single_blocks_37_linear1") == "single_blocks.37.linear1"
+    places = flux.find("single_blocks_37_linear1", flat=True)
+    assert [place.module.removeprefix("single_transformer_blocks.37.") for place in places] == [
+        *("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
+    ]
     assert get_map("wan").to_comfy("blocks.12.attn2.to_out.0")[0] == "blocks.12.cross_attn.o"
-    assert get_map("qwen_image").comfy_of_key("lora_unet_transformer_blocks_59_attn_to_out_0") == (
-        "transformer_blocks.59.attn.to_out.0"
-    )
+    flat = get_map("qwen_image").find("transformer_blocks_59_attn_to_out_0", flat=True)
+    assert flat == [Place("transformer_blocks.59.attn.to_out.0")]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

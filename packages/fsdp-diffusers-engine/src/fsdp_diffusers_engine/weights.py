@@ -150,7 +150,7 @@ def warm_start(engine: DiffusersFSDPEngine, path: str) -> None:
         )
     try:
         payload, _ = load_any(path, architecture=engine.spec.name)
-    except LoRASyncError as error:
+    except (LoRASyncError, OSError) as error:
         raise EngineError(f"lora_adapter_path={path!r} cannot be read: {error}") from error
     own_scale = engine.model_config.lora_alpha / engine.model_config.lora_rank
     for adapter in adapters.adapter_names(engine.module):

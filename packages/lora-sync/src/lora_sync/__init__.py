@@ -17,11 +17,13 @@ from .errors import (
     TruncatedPayloadError,
     WrongBaseError,
 )
-from .export import export, load_any
+from .export import export
 from .extract import extract_lora, stream_lora
 from .fingerprint import fingerprint
+from .load import load_any
+from .maps import get_map, guess_map
 from .merge import MergeReport, merge, merged_weights, unmerge
-from .names import NameMap, get_map, guess_map
+from .names import NameMap
 from .payload import LoRAPayload
 from .receipt import LoRAReceipt, verify
 from .vllm import to_vllm

@@ -54,14 +54,16 @@ def apply_lora(
         allow_older: accept a version that is not newer than the one in place (after a restart of the trainer).
         probe: a forward whose output is compared before and after, for `LoRAReceipt.probe_delta`.
 
-    Raises ``BindError`` (names, shapes), ``StaleVersionError``, ``WrongBaseError``, ``CorruptPayloadError``; the module
-    is then as it was before. Under FSDP2 every rank calls it with the full payload; the receipt counts full tensors.
+    Raises ``BindError`` (names, shapes), ``StaleVersionError``, ``WrongBaseError``, ``CorruptPayloadError``, and
+    ``PayloadError`` for a weight that is NaN; the module is then as it was before. Under FSDP2 every rank calls it with the
+    full payload; the receipt counts full tensors.
     """
     if adapter_name == REFERENCE:
         raise BindError(
             f"{REFERENCE!r} is the state with every adapter off and cannot be bound to; choose another name."
         )
     _check_version(module, payload, adapter_name, allow_older)
+    payload.check_finite(f"version {payload.version}")
     if payload.base_fingerprint is not None and (found := fingerprint(module)) != payload.base_fingerprint:
         raise WrongBaseError(
             f"version {payload.version} was trained on {payload.base_fingerprint}, this {type(module).__name__} is {found}. "

@@ -6,15 +6,18 @@ Exit codes as in ``diff``: 0 fine or equal, 1 different, 2 an error (one line on
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 
 import torch
 
 from .errors import LoRASyncError
-from .export import FORMATS, export, load_any
-from .names import guess_map
+from .export import FORMATS, export
+from .load import load_any
+from .maps import guess_map
 from .payload import A, B, LoRAPayload
 
 _BLOCK = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -22,34 +25,56 @@ _BLOCK = re.compile(r"(?<=\.)\d+(?=\.)")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # tables have lines and signs that an ASCII log cannot show
     parser = argparse.ArgumentParser(prog="lora_sync", description="Inspect, convert and compare LoRA adapters.")
+    reading = argparse.ArgumentParser(add_help=False)
+    reading.add_argument(
+        "--architecture", help="name map; default: the one that knows every layer; any: keep the names"
+    )
+    reading.add_argument("--alpha", type=float, help="alpha of every layer, instead of what the file says")
+    reading.add_argument("--strict", action="store_true", help="refuse a file that does not say its alpha")
+    reading.add_argument("--skip-text-encoder", action="store_true", help="leave out a text encoder's LoRA")
     commands = parser.add_subparsers(dest="command", required=True)
-    look = commands.add_parser("inspect", help="what is in these files")
+    look = commands.add_parser("inspect", help="what is in these files", parents=[reading])
     look.add_argument("files", nargs="+", metavar="FILE", help="file or folder, in any format")
-    turn = commands.add_parser("convert", help="write another format, read it back, compare")
+    turn = commands.add_parser("convert", help="write another format, read it back, compare", parents=[reading])
     turn.add_argument("source", metavar="FILE")
     turn.add_argument("target", metavar="TARGET", help="folder (diffusers, peft) or file (comfy)")
     turn.add_argument("--to", required=True, choices=FORMATS)
-    turn.add_argument("--architecture", help="name map; default: the one that knows every layer")
-    compare = commands.add_parser("diff", help="how two adapters differ")
+    compare = commands.add_parser("diff", help="how two adapters differ", parents=[reading])
     compare.add_argument("first", metavar="FILE")
     compare.add_argument("second", metavar="FILE")
     options = parser.parse_args(argv)
+
+    def read(file: str) -> tuple[LoRAPayload, str]:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = load_any(
+                file,
+                architecture=options.architecture,
+                alpha=options.alpha,
+                strict=options.strict,
+                skip_text_encoder=options.skip_text_encoder,
+            )
+        for warning in said:
+            print(f"lora_sync: warning: {warning.message}", file=sys.stderr)
+        return found
+
     try:
         if options.command == "inspect":
             for file in options.files:
-                print(_inspect(file))
+                print(_inspect(file, *read(file)))
             return 0
         if options.command == "convert":
-            return _convert(options.source, options.target, options.to, options.architecture)
-        return _diff(options.first, options.second)
+            return _convert(*read(options.source), options.target, options.to, options.architecture)
+        return _diff(options.first, options.second, read(options.first)[0], read(options.second)[0])
     except (LoRASyncError, OSError) as error:
-        print(f"lora_sync: {error}", file=sys.stderr)
+        print(f"lora_sync: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
-def _inspect(file: str) -> str:
-    payload, format = load_any(file)
+def _inspect(file: str, payload: LoRAPayload, format: str) -> str:
     try:
         architecture = guess_map(payload.modules).name
     except LoRASyncError:
@@ -73,8 +98,7 @@ def _inspect(file: str) -> str:
     return "\n".join([*head, *_table(rows)])
 
 
-def _convert(source: str, target: str, format: str, architecture: str | None) -> int:
-    payload, before = load_any(source, architecture=architecture)
+def _convert(payload: LoRAPayload, before: str, target: str, format: str, architecture: str | None) -> int:
     name = architecture or (guess_map(payload.modules).name if format == "comfy" else "any")
     file = export(payload, format, target, architecture=name)
     print(
@@ -83,8 +107,7 @@ def _convert(source: str, target: str, format: str, architecture: str | None) ->
     return 0
 
 
-def _diff(first: str, second: str) -> int:
-    one, two = load_any(first)[0], load_any(second)[0]
+def _diff(first: str, second: str, one: LoRAPayload, two: LoRAPayload) -> int:
     if one.hash == two.hash:
         print(f"equal: {one.hash} (versions {one.version} and {two.version})")
         return 0

@@ -20,6 +20,7 @@ import xxhash
 from torch import Tensor
 
 from .errors import CorruptPayloadError, PayloadError, TruncatedPayloadError
+from .foreign import what_is
 
 _DTYPES = {
     "F64": torch.float64,
@@ -138,13 +139,19 @@ def decode(data: Any, origin: str = "payload") -> tuple[dict[str, Tensor], dict[
     """Tensors (views of ``data``) and metadata. Every length and offset is checked before any tensor is made."""
     buffer = as_buffer(data)
     size = buffer.numel()
+    if kind := what_is(buffer[:512].cpu().numpy().tobytes(), size):
+        raise (CorruptPayloadError if size else TruncatedPayloadError)(f"{origin} is no safetensors file but {kind}.")
     if size < 8:
         raise TruncatedPayloadError(f"{origin}: {size} bytes cannot hold even a header length; send or copy it again.")
     start = 8 + int.from_bytes(buffer[:8].cpu().numpy().tobytes(), "little")
     if start > _MAX_HEADER:
-        raise CorruptPayloadError(f"{origin}: header length {start - 8} is absurd; this is no safetensors data.")
+        raise CorruptPayloadError(
+            f"{origin}: its first bytes give a header of {start - 8} bytes, so this is no safetensors file; get it again."
+        )
     if start > size:
-        raise TruncatedPayloadError(f"{origin}: the header needs {start} bytes and there are {size}.")
+        raise TruncatedPayloadError(
+            f"{origin}: the header needs {start} bytes and there are {size}; send or copy it again."
+        )
     entries, metadata = parse_header(buffer[8:start].cpu().numpy().tobytes(), origin)
     return views(buffer[start:], entries, origin), metadata
 

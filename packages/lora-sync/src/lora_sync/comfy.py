@@ -1,25 +1,16 @@
-"""ComfyUI's layout: its own layer names, fused projections, ``lora_down``/``lora_up``/``alpha``."""
+"""Write ComfyUI's layout: its own layer names, fused projections, ``lora_down``/``lora_up``/``alpha``."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .errors import NameMapError, PayloadError
-from .fuse import Piece, fuse, split
-from .names import NameMap, Part, get_map
+from .fuse import Piece, fuse
+from .maps import get_map
+from .names import NameMap, Part
 from .payload import A, B, LoRAPayload
 
 DOWN, UP, ALPHA = ".lora_down.weight", ".lora_up.weight", ".alpha"
-_PREFIXES = ("diffusion_model.", "lora_unet_")
-
-
-def is_comfy(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether every key carries one of ComfyUI's prefixes."""
-    return bool(tensors) and all(key.startswith(_PREFIXES) for key in tensors)
 
 
 def folded(payload: LoRAPayload, architecture: str) -> LoRAPayload:
@@ -62,62 +53,8 @@ def to_comfy(payload: LoRAPayload, architecture: str) -> dict[str, Tensor]:
     return out
 
 
-def from_comfy(
-    tensors: Mapping[str, Tensor], architecture: str | None, *, version: int = 0, base_fingerprint: str | None = None
-) -> LoRAPayload:
-    """Inverse of `to_comfy`; a missing alpha means alpha = rank. ``architecture=None`` tries every map."""
-    names = get_map(architecture) if architecture else _guess(tensors)
-    neutral: dict[str, Tensor] = {}
-    alphas: dict[str, float] = {}
-    for key, piece in _pieces(tensors).items():
-        targets = names.from_comfy(names.comfy_of_key(key))
-        parts = split(key, piece, targets[0][1].part.widths) if targets[0][1].part else {0: piece}
-        for index, (module, rule) in enumerate(targets):
-            if index not in parts:
-                continue
-            part = parts[index]
-            if module in alphas:
-                raise NameMapError(f"{key!r} gives {module!r} a second time; the file names that layer twice.")
-            up = part.up.roll(part.up.shape[0] // 2, 0) if rule.swap_halves else part.up
-            neutral[module + A], neutral[module + B], alphas[module] = part.down, up, part.alpha
-    return LoRAPayload.build(neutral, alphas=alphas, version=version, base_fingerprint=base_fingerprint)
-
-
 def _write(out: dict[str, Tensor], names: NameMap, layer: str, piece: Piece, *, with_alpha: bool) -> None:
     key = names.comfy_key(layer)
     out[key + DOWN], out[key + UP] = piece.down, piece.up
     if with_alpha:
         out[key + ALPHA] = torch.tensor(piece.alpha, dtype=torch.float32)
-
-
-def _pieces(tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-    found: dict[str, dict[str, Any]] = {}
-    for key, tensor in tensors.items():
-        for suffix, what in ((DOWN, "down"), (UP, "up"), (A, "down"), (B, "up"), (ALPHA, "alpha")):
-            if key.endswith(suffix):
-                found.setdefault(key.removesuffix(suffix), {})[what] = tensor
-                break
-        else:
-            raise NameMapError(
-                f"{key!r} is not a tensor of a plain LoRA (LoKr, LoHa, DoRA and diff keys are not supported)."
-            )
-    pieces = {}
-    for key, parts in found.items():
-        if "down" not in parts or "up" not in parts:
-            raise PayloadError(f"{key!r} has only {sorted(parts)!r}; a LoRA layer needs lora_down and lora_up.")
-        alpha = float(parts["alpha"]) if "alpha" in parts else float(parts["down"].shape[0])
-        pieces[key] = Piece(parts["down"], parts["up"], alpha)
-    return pieces
-
-
-def _guess(tensors: Mapping[str, Tensor]) -> NameMap:
-    from .maps import MAPS
-
-    for names in MAPS:
-        try:
-            for key in _pieces(tensors):
-                names.from_comfy(names.comfy_of_key(key))
-        except NameMapError:
-            continue
-        return names
-    raise NameMapError("no architecture's rules know all keys of this file; name it with architecture=….")

@@ -1,4 +1,4 @@
-"""Write an adapter for other tools, read it back, and compare, in one call.
+"""Write an adapter for other tools, read it back (`lora_sync.load`), and compare, in one call.
 
 - ``"diffusers"``: a folder that ``pipeline.load_lora_weights(folder)`` loads. Alpha goes into the metadata that diffusers
   itself writes and reads, so no value changes. Wan2.2's second expert gets the subfolder ``transformer_2``, for
@@ -16,22 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from .codec import META_KEY, decode, encode_plan, seal, unseal
-from .comfy import folded, from_comfy, is_comfy, to_comfy
-from .errors import CorruptPayloadError, ExportError, NameMapError, PayloadError
-from .experts import EXPERTS, join_experts, split_experts
-from .payload import LoRAPayload, modules_of, write_atomically
+from .codec import encode_plan, seal
+from .comfy import folded, to_comfy
+from .errors import ExportError
+from .experts import EXPERTS, split_experts
+from .load import DIFFUSERS_FILE, PEFT_CONFIG, PEFT_FILE, PREFIXES, load_any
+from .payload import LoRAPayload, write_atomically
 
 FORMATS = ("diffusers", "peft", "comfy")
-DIFFUSERS_FILE, PEFT_FILE, PEFT_CONFIG = (
-    "pytorch_lora_weights.safetensors",
-    "adapter_model.safetensors",
-    "adapter_config.json",
-)
 _DIFFUSERS_META = "lora_adapter_metadata"
-_PEFT_PREFIX, _DIFFUSERS_PREFIX = "base_model.model.", "transformer."
 
 
 def export(
@@ -59,13 +53,13 @@ def export(
     note |= {"hash": payload.hash, "base_fingerprint": payload.base_fingerprint}
     if format == "diffusers":
         file, expected = target / DIFFUSERS_FILE, payload
-        tensors = {_DIFFUSERS_PREFIX + key: tensor for key, tensor in payload.tensors.items()}
+        tensors = {PREFIXES[format] + key: tensor for key, tensor in payload.tensors.items()}
         config = {f"transformer.{key}": value for key, value in lora_config(payload).items()}
         metadata = {**seal(note), _DIFFUSERS_META: json.dumps(config, sort_keys=True)}
     elif format == "peft":
         file, expected = target / PEFT_FILE, payload
-        tensors = {_PEFT_PREFIX + key: tensor for key, tensor in payload.tensors.items()}
-        metadata = seal(note)
+        tensors = {PREFIXES[format] + key: tensor for key, tensor in payload.tensors.items()}
+        metadata = {**seal(note), _DIFFUSERS_META: json.dumps(lora_config(payload), sort_keys=True)}
     elif format == "comfy":
         file = target if target.suffix == ".safetensors" else target.with_name(target.name + ".safetensors")
         expected, tensors = folded(payload, architecture), to_comfy(payload, architecture)
@@ -106,89 +100,6 @@ def lora_config(payload: LoRAPayload) -> dict[str, Any]:
         "rank_pattern": {f"^{name}": rank for name, rank in ranks.items() if rank != payload.rank},
         "alpha_pattern": {f"^{name}": _number(alpha) for name, alpha in payload.alpha_pattern.items()},
     }
-
-
-def load_any(path: str | os.PathLike[str], *, architecture: str | None = None) -> tuple[LoRAPayload, str]:
-    """Read an adapter in any format; returns it with the format's name: one of `FORMATS` or ``"payload"``.
-
-    Files of other tools carry no version or fingerprint: version 0, None. Raises ``PayloadError`` for a file without
-    LoRA tensors and ``NameMapError`` for keys that no rule knows: nothing is left out in silence.
-    """
-    source = Path(path)
-    if (source / EXPERTS[1] / DIFFUSERS_FILE).is_file():
-        folders = {EXPERTS[0]: source, EXPERTS[1]: source / EXPERTS[1]}
-        present = {
-            name: folder / DIFFUSERS_FILE for name, folder in folders.items() if (folder / DIFFUSERS_FILE).is_file()
-        }
-        return join_experts({name: load_any(file)[0] for name, file in present.items()}), "diffusers"
-    file, config = _find(source)
-    tensors, metadata = decode(bytearray(file.read_bytes()), str(file))
-    note = unseal(metadata, str(file)) if META_KEY in metadata else {}
-    if note.get("kind") == "lora":
-        return LoRAPayload.from_parts(tensors, note, origin=str(file)), "payload"
-    extra = {"version": note.get("version", 0), "base_fingerprint": note.get("base_fingerprint")}
-    if is_comfy(tensors):
-        payload, format = from_comfy(tensors, architecture or note.get("architecture"), **extra), "comfy"
-    else:
-        format = "peft" if config is not None or any(key.startswith(_PEFT_PREFIX) for key in tensors) else "diffusers"
-        settings = config if format == "peft" else _diffusers_settings(metadata)
-        payload = _from_neutral(_strip(tensors, format), settings, **extra)
-    if note.get("hash", payload.hash) != payload.hash:
-        raise CorruptPayloadError(
-            f"{file}: content hash is {payload.hash}, the file promises {note['hash']}; export or copy it again."
-        )
-    return payload, format
-
-
-def _find(source: Path) -> tuple[Path, dict[str, Any] | None]:
-    if source.is_file():
-        config = source.with_name(PEFT_CONFIG)
-        is_peft = source.name == PEFT_FILE and config.is_file()
-        return source, json.loads(config.read_text()) if is_peft else None
-    config = source / PEFT_CONFIG
-    if config.is_file():
-        return source / PEFT_FILE, json.loads(config.read_text())
-    files = [source / DIFFUSERS_FILE] if (source / DIFFUSERS_FILE).is_file() else sorted(source.glob("*.safetensors"))
-    if len(files) != 1:
-        raise PayloadError(f"{source} holds {len(files)} safetensors files; name the one to read.")
-    return files[0], None
-
-
-def _strip(tensors: Mapping[str, Tensor], format: str) -> dict[str, Tensor]:
-    prefix = _PEFT_PREFIX if format == "peft" else _DIFFUSERS_PREFIX
-    bare = {}
-    for key, tensor in tensors.items():
-        if not key.endswith((".lora_A.weight", ".lora_B.weight")):
-            raise NameMapError(
-                f"{key!r} is no LoRA tensor of a transformer; text-encoder LoRAs and DoRA are not supported."
-            )
-        bare[key.removeprefix(prefix)] = tensor
-    return bare
-
-
-def _diffusers_settings(metadata: Mapping[str, str]) -> dict[str, Any] | None:
-    text = metadata.get(_DIFFUSERS_META)
-    if text is None:
-        return None
-    return {key.removeprefix("transformer."): value for key, value in json.loads(text).items()}
-
-
-def _from_neutral(tensors: dict[str, Tensor], settings: dict[str, Any] | None, **extra: Any) -> LoRAPayload:
-    """Without settings alpha equals the rank, module by module: the convention of diffusers and PEFT files."""
-    modules = modules_of(tensors)
-    targets = None
-    alphas = {name: float(tensors[name + ".lora_A.weight"].shape[0]) for name in modules}
-    if settings is not None:
-        patterns = {key.removeprefix("^"): value for key, value in (settings.get("alpha_pattern") or {}).items()}
-        rslora = settings.get("use_rslora", False)
-        for name in modules:
-            alpha = next(
-                (v for k, v in patterns.items() if name == k or name.endswith("." + k)), settings["lora_alpha"]
-            )
-            alphas[name] = float(alpha) * (alphas[name] ** 0.5 if rslora else 1.0)
-        found = settings.get("target_modules")
-        targets = tuple(sorted(found)) if isinstance(found, list) else None
-    return LoRAPayload.build(tensors, alphas=alphas, target_modules=targets, **extra)
 
 
 def _peft_config(payload: LoRAPayload) -> dict[str, Any]:

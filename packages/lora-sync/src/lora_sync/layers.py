@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from .errors import AdapterError, BindError, PayloadError
 
 REFERENCE = "reference"
-_WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _PEFT_PREFIX = "base_model.model."
 
 
 def neutral_name(name: str) -> str:
     """``base_model.model._orig_mod.blocks.0.to_q`` → ``blocks.0.to_q``."""
-    bare = ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS)
+    bare = ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)
     return bare.removeprefix(_PEFT_PREFIX)
 
 

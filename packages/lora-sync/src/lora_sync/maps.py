@@ -8,6 +8,10 @@ every architecture that it can convert, against diffusers' own loaders.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from .errors import NameMapError
+from .experts import expert_of
 from .names import NameMap, Part, Rule
 
 _QKV = (1, 1, 1)
@@ -153,6 +157,21 @@ FLUX = NameMap(
         # ComfyUI reads these; diffusers 0.40 converts them to keys without the "transformer." prefix and drops them
         *(Rule(ours, theirs, stock=False) for ours, theirs in _FLUX_TOP.items()),
         Rule("norm_out.linear", "final_layer.adaLN_modulation.1", swap_halves=True, stock=False),
+        # XLabs (x-flux) names LoRAs after its attention processors; layers as in diffusers' conversion of such files
+        *(
+            rule
+            for i, to_x, out in ((1, "to_{}", "to_out.0"), (2, "add_{}_proj", "to_add_out"))
+            for rule in (
+                *_fused(
+                    f"double_blocks.{{i}}.processor.qkv_lora{i}",
+                    *(f"{_FLUX_BLOCK}.attn.{to_x.format(x)}" for x in "qkv"),
+                    write=False,
+                ),
+                Rule(f"{_FLUX_BLOCK}.attn.{out}", f"double_blocks.{{i}}.processor.proj_lora{i}", write=False),
+            )
+        ),
+        *_fused("single_blocks.{i}.processor.qkv_lora", *(f"{_FLUX_SINGLE}.attn.to_{x}" for x in "qkv"), write=False),
+        Rule(f"{_FLUX_SINGLE}.proj_out", "single_blocks.{i}.processor.proj_lora", write=False),
     ),
     vllm_packed=(_TO_QKV, _ADD_QKV),
     vllm_packs_by_name=False,
@@ -173,7 +192,8 @@ SD3 = NameMap(
     transformer_class="SD3Transformer2DModel",
     aliases=("StableDiffusion3Pipeline",),
     comfy_loader=False,
-    # norm1_context has no rule: in the last block its halves are swapped, in the others not
+    # in the last block its halves are swapped, in the others not
+    neutral_only=(f"{_SD3_BLOCK}.norm1_context.linear",),
     rules=(
         *_fused(f"{_SD3_X}.attn.qkv", *(f"{_SD3_BLOCK}.attn.to_{x}" for x in "qkv")),
         *_fused(f"{_SD3_X}.attn2.qkv", *(f"{_SD3_BLOCK}.attn2.to_{x}" for x in "qkv")),
@@ -196,3 +216,20 @@ SD3 = NameMap(
 )
 
 MAPS = (QWEN_IMAGE, FLUX, SD3, Z_IMAGE, WAN)
+
+
+def get_map(name: str) -> NameMap:
+    """Map by short name (``"qwen_image"``), transformer class or pipeline class; raises ``NameMapError``."""
+    for entry in MAPS:
+        if name in (entry.name, entry.transformer_class, *entry.aliases):
+            return entry
+    raise NameMapError(f"no name map for {name!r}; known: {', '.join(entry.name for entry in MAPS)}.")
+
+
+def guess_map(modules: Iterable[str]) -> NameMap:
+    """The map whose rules know every given neutral module; raises ``NameMapError`` for none. Ties go to the first."""
+    names = [expert_of(name)[1] for name in modules]
+    for entry in MAPS:
+        if all(any(rule.matcher.fullmatch(name) for rule in entry.rules) for name in names):
+            return entry
+    raise NameMapError(f"no architecture has all of these layers: {names[:4]!r}…; name it with architecture=….")

@@ -7,9 +7,9 @@ keeps some projections fused (``qkv``, FLUX ``linear1``); a `Part` says which sl
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from .errors import NameMapError
 
@@ -47,9 +47,17 @@ class Rule:
     def matcher(self) -> re.Pattern[str]:
         return _compile(self.neutral)
 
-    @cached_property
-    def comfy_matcher(self) -> re.Pattern[str]:
-        return _compile(self.comfy)
+
+class Place(NamedTuple):
+    """A neutral layer, and how the tensors found under another name go into it."""
+
+    module: str
+    part: Part | None = None
+    swap_halves: bool = False
+
+
+_Patterns = list[tuple[re.Pattern[str], str, Rule | None]]
+_Sides = tuple[_Patterns, _Patterns]
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,7 @@ class NameMap:
         vllm_packs_by_name: the engine finds a fused layer's slices under their own names; else it wants them fused.
         vllm_frozen: patterns of layers that vLLM-Omni builds as plain Linear, where its LoRA cannot go.
         comfy_loader: whether stock diffusers reads this ComfyUI layout.
+        neutral_only: patterns of layers that exist and have no ComfyUI rule.
     """
 
     name: str
@@ -77,6 +86,7 @@ class NameMap:
     vllm_packs_by_name: bool = True
     vllm_frozen: tuple[str, ...] = ()
     comfy_loader: bool = True
+    neutral_only: tuple[str, ...] = ()
     aliases: tuple[str, ...] = field(default=())
 
     def rule(self, neutral: str) -> tuple[Rule, str]:
@@ -93,33 +103,42 @@ class NameMap:
         rule, block = self.rule(neutral)
         return rule.comfy.replace("{i}", block), rule.part
 
-    def from_comfy(self, comfy: str) -> list[tuple[str, Rule]]:
-        """Neutral layers (several, in slice order, when fused) for a ComfyUI name without prefix."""
-        found = []
-        for rule in self.rules:
-            if match := rule.comfy_matcher.fullmatch(comfy):
-                found.append((rule.neutral.replace("{i}", match.groupdict().get("i", "")), rule))
-        if not found:
-            raise NameMapError(f"{self.name}: no rule for the ComfyUI layer {comfy!r}.")
-        return sorted(found, key=lambda item: item[1].part.index if item[1].part else 0)
+    def find(self, layer: str, *, flat: bool = False) -> list[Place]:
+        """Where a layer of a file goes; several places, in slice order, when it is fused there; none without a rule.
+
+        ``layer`` is a neutral or a ComfyUI name without prefix, with every dot turned to an underscore when ``flat``:
+        names have underscores of their own, so only the rules can turn them back.
+        """
+        neutral, comfy = self._matchers[flat]
+        for pattern, name, _ in neutral:
+            if match := pattern.fullmatch(layer):
+                return [Place(_fill(name, match))]
+        found = [
+            Place(_fill(name, match), rule.part, rule.swap_halves)
+            for pattern, name, rule in comfy
+            if rule is not None and (match := pattern.fullmatch(layer))
+        ]
+        return sorted(found, key=lambda place: place.part.index if place.part else 0)
+
+    @cached_property
+    def _matchers(self) -> tuple[_Sides, _Sides]:
+        """(neutral, ComfyUI) patterns with dots, and the same with underscores."""
+        dotted: _Sides = (
+            [
+                *((rule.matcher, rule.neutral, None) for rule in self.rules),
+                *((_compile(name), name, None) for name in self.neutral_only),
+            ],
+            [(_compile(rule.comfy), rule.neutral, rule) for rule in self.rules],
+        )
+        flat: _Sides = (
+            [(_compile(name.replace(".", "_")), name, None) for _, name, _ in dotted[0]],
+            [(_compile(rule.comfy.replace(".", "_")), rule.neutral, rule) for rule in self.rules],
+        )
+        return dotted, flat
 
     def comfy_key(self, comfy: str) -> str:
         """Layer name as it stands in a file."""
-        return self.comfy_prefix + (comfy.replace(".", "_") if self.kohya else comfy)
-
-    @property
-    def kohya(self) -> bool:
-        return self.comfy_prefix == "lora_unet_"
-
-    def comfy_of_key(self, key: str) -> str:
-        """Inverse of `comfy_key` for both prefixes; underscores are resolved with the rules, as names have their own."""
-        if key.startswith("diffusion_model."):
-            return key.removeprefix("diffusion_model.")
-        bare = key.removeprefix("lora_unet_")
-        for rule in self.rules if bare != key else ():
-            if match := _compile(rule.comfy.replace(".", "_")).fullmatch(bare):
-                return rule.comfy.replace("{i}", match.groupdict().get("i", ""))
-        raise NameMapError(f"{self.name}: no rule for the ComfyUI layer {key!r}.")
+        return self.comfy_prefix + (comfy.replace(".", "_") if self.comfy_prefix == "lora_unet_" else comfy)
 
     def to_vllm(self, neutral: str) -> str:
         """vLLM-Omni's name for the layer; raises ``NameMapError`` where its LoRA cannot go. See `lora_sync.to_vllm`."""
@@ -155,23 +174,5 @@ def _compile(pattern: str) -> re.Pattern[str]:
     return re.compile(re.escape(pattern).replace(r"\{i\}", r"(?P<i>\d+)"))
 
 
-def get_map(name: str) -> NameMap:
-    """Map by short name (``"qwen_image"``), transformer class or pipeline class; raises ``NameMapError``."""
-    from .maps import MAPS
-
-    for entry in MAPS:
-        if name in (entry.name, entry.transformer_class, *entry.aliases):
-            return entry
-    raise NameMapError(f"no name map for {name!r}; known: {', '.join(entry.name for entry in MAPS)}.")
-
-
-def guess_map(modules: Iterable[str]) -> NameMap:
-    """The map whose rules know every given neutral module; raises ``NameMapError`` for none. Ties go to the first."""
-    from .experts import expert_of
-    from .maps import MAPS
-
-    names = [expert_of(name)[1] for name in modules]
-    for entry in MAPS:
-        if all(any(rule.matcher.fullmatch(name) for rule in entry.rules) for name in names):
-            return entry
-    raise NameMapError(f"no architecture has all of these layers: {names[:4]!r}…; name it with architecture=….")
+def _fill(pattern: str, match: re.Match[str]) -> str:
+    return pattern.replace("{i}", match.groupdict().get("i", ""))

@@ -8,6 +8,7 @@ the version, so that two versions with equal weights are seen to be equal. Tenso
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -73,6 +74,10 @@ class LoRAPayload:
         per_module = dict.fromkeys(modules, float(alphas)) if isinstance(alphas, (int, float)) else dict(alphas)
         if missing := [name for name in modules if name not in per_module]:
             raise PayloadError(f"no alpha for {missing[:3]!r} ({len(missing)} in all); give one for every module.")
+        if odd := [name for name in modules if not math.isfinite(per_module[name])]:
+            raise PayloadError(
+                f"alpha of {odd[0]!r} is {per_module[odd[0]]} ({len(odd)} such); it must be a finite number."
+            )
         alpha = Counter(per_module[name] for name in modules).most_common(1)[0][0]
         pattern = {name: float(per_module[name]) for name in modules if per_module[name] != alpha}
         return cls(
@@ -119,6 +124,21 @@ class LoRAPayload:
                 "on the way, or the tensors share memory with weights that went on training (extract with copy=True)."
             )
         return self
+
+    def check_finite(self, origin: str = "payload") -> None:
+        """Raise ``PayloadError`` when a weight or an alpha is NaN or infinite, naming the first."""
+        lost = [name for name in self.modules if not math.isfinite(self.alpha_of(name))]
+        # a sum is one fast pass; only where it is not finite (an overflow would do) are the elements looked at
+        sums = {name: tensor.detach().sum(dtype=torch.float32) for name, tensor in self.tensors.items()}
+        where = next(iter(sums.values())).device
+        whole = torch.stack([value.to(where) for value in sums.values()]).isfinite().tolist()  # one wait for a GPU
+        doubtful = [name for name, fine in zip(sums, whole, strict=True) if not fine]
+        lost += [name for name in doubtful if not bool(self.tensors[name].isfinite().all())]
+        if lost:
+            raise PayloadError(
+                f"{origin}: {lost[0]!r} holds NaN or infinity ({len(lost)} such tensors); every picture would be NaN. "
+                "Take an earlier checkpoint; for a file, get it again."
+            )
 
     def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> LoRAPayload:
         """A payload on another device or in another dtype. A new dtype is new content, hence a new hash."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .experts import split_experts
 from .fuse import Piece, fuse
-from .names import get_map
+from .maps import get_map
 from .payload import A, B, LoRAPayload
 
 
