@@ -7,6 +7,7 @@ keeps some projections fused (``qkv``, FLUX ``linear1``); a `Part` says which sl
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -123,18 +124,13 @@ class NameMap:
     @cached_property
     def _matchers(self) -> tuple[_Sides, _Sides]:
         """(neutral, ComfyUI) patterns with dots, and the same with underscores."""
-        dotted: _Sides = (
-            [
-                *((rule.matcher, rule.neutral, None) for rule in self.rules),
-                *((_compile(name), name, None) for name in self.neutral_only),
-            ],
-            [(_compile(rule.comfy), rule.neutral, rule) for rule in self.rules],
-        )
-        flat: _Sides = (
-            [(_compile(name.replace(".", "_")), name, None) for _, name, _ in dotted[0]],
-            [(_compile(rule.comfy.replace(".", "_")), rule.neutral, rule) for rule in self.rules],
-        )
-        return dotted, flat
+        return self._sides(lambda name: name), self._sides(lambda name: name.replace(".", "_"))
+
+    def _sides(self, form: Callable[[str], str]) -> _Sides:
+        names = [*(rule.neutral for rule in self.rules), *self.neutral_only]
+        neutral: _Patterns = [(_compile(form(name)), name, None) for name in names]
+        comfy: _Patterns = [(_compile(form(rule.comfy)), rule.neutral, rule) for rule in self.rules]
+        return neutral, comfy
 
     def comfy_key(self, comfy: str) -> str:
         """Layer name as it stands in a file."""
