@@ -222,6 +222,8 @@ class DiffusionAgentLoopWorker:
         base_seed = self.config.val_kwargs.seed if validate else (self.config.seed or 0)
         uids, prompts = column(batch, "uid"), column(batch, "prompt")
         negatives = column(batch, "negative_prompt", [None] * size)
+        pipeline = (self.config.val_kwargs if validate else self.config).pipeline
+        negative = pipeline.negative_prompt if sampling["true_cfg_scale"] > 1 else None
         metadata = column(batch, "metadata", [{}] * size)
         seeds = column(batch, "seed", [base_seed] * size)
         names = column(batch, "agent_name", [self.config.agent.default_agent_loop] * size)
@@ -241,7 +243,7 @@ class DiffusionAgentLoopWorker:
                     "index": index,
                     "seed": int(seeds[i]),
                     "raw_prompt": prompts[i],
-                    "raw_negative_prompt": negatives[i],
+                    "raw_negative_prompt": negative if negatives[i] is None else negatives[i],
                     "metadata": metadata[i] or {},
                 }
             )

@@ -1,0 +1,229 @@
+"""Every key of a config changes something, is refused, or is listed as presentation. A new field without a row here fails.
+
+`SHOWN` are keys whose effect is computed here: two values, two results. `READERS` names for each of the others the function that
+acts on it, and the test looks into that function's source for the read: a key whose reader goes is found.
+"""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+from diffusion_losses.config import DiffusionLossConfig
+from fsdp_diffusers_engine.optim import lr_factor
+from omni_rollout import DiffusionAgentLoopWorker
+from omni_rollout.sampling import resolve_sampling
+from ray_trainer.config import OldPolicyConfig, compose, known_keys
+from ray_trainer.values import is_section
+from tensordict import NonTensorStack, TensorDict
+
+PRESENTATION = {"app", "recipe"}
+"""Names that are written into config.yaml and shown; `app` of another program is refused."""
+
+REFUSED = {
+    "model.lora.merge",
+    "actor.strategy",
+    "actor.fsdp_config.ema_decay",
+    "actor.fsdp_config.ulysses_sequence_parallel_size",
+}
+"""Any value but the default is refused: see test_trainer_support."""
+
+ENGINE, WORKER, TRAINER = (
+    "fsdp_diffusers_engine.engine:DiffusersFSDPEngine",
+    "fsdp_diffusers_engine.worker:TrainingWorker",
+    "",
+)
+TRAINER = "ray_trainer.trainer:RayDiffusionTrainer"
+READERS = {
+    "fsdp_diffusers_engine.loading:build": "model.path model.transformer_subfolder model.transformer_config",
+    "fsdp_diffusers_engine.engine:_spec_of": "model.architecture",
+    f"{ENGINE}._configure": "model.enable_gradient_checkpointing model.attn_backend",
+    "fsdp_diffusers_engine.adapters:inject_adapters": "model.lora_rank model.lora_alpha model.lora_init_weights",
+    "fsdp_diffusers_engine.adapters:draw_initial": "model.lora_seed",
+    "fsdp_diffusers_engine.adapters:resolve_targets": "model.target_modules model.exclude_modules",
+    f"{ENGINE}.initialize": "model.lora_adapter_path model.lora_dtype actor.fsdp_config.model_dtype "
+    "actor.fsdp_config.param_offload actor.fsdp_config.optimizer_offload actor.fsdp_config.use_torch_compile "
+    "actor.fsdp_config.full_determinism",
+    f"{ENGINE}._state_names": "model.policy_state_adapters",
+    "fsdp_diffusers_engine.sharding:blocks_of": "model.fsdp_layer_prefixes",
+    f"{WORKER}.train_mini_batch": "actor.ppo_mini_batch_size actor.ppo_epochs actor.data_loader_seed",
+    f"{WORKER}._sized": "actor.ppo_micro_batch_size_per_gpu",
+    f"{WORKER}.compute_log_prob": "actor.log_prob_micro_batch_size_per_gpu",
+    f"{WORKER}._order": "actor.shuffle",
+    "diffusion_losses.policy_gradient:clipped_loss": "actor.diffusion_loss.clip_ratio",
+    "diffusion_losses.policy_gradient:Steps": "actor.diffusion_loss.adv_clip_max",
+    "diffusion_losses.policy_gradient:_finish": "actor.diffusion_loss.ref_kl_coef",
+    "diffusion_losses.policy_gradient:guard_loss": "actor.diffusion_loss.guard_clip",
+    "diffusion_losses.policy_gradient:divergence_loss": "actor.diffusion_loss.kl_mask_threshold "
+    "actor.diffusion_loss.add_kl_coefficient actor.diffusion_loss.kl_mask_boundary "
+    "actor.diffusion_loss.dppo_clamp_advantages",
+    "diffusion_losses.forward_process:nft_loss": "actor.diffusion_loss.mix_beta actor.diffusion_loss.adaptive_weight_min "
+    "actor.diffusion_loss.adv_mode actor.diffusion_loss.nft_form actor.diffusion_loss.nft_negative",
+    "diffusion_losses.preference:dpo_loss": "actor.diffusion_loss.dpo_beta actor.diffusion_loss.dpo_loss "
+    "actor.diffusion_loss.pair_layout",
+    "diffusion_losses.forward_process:awm_loss": "actor.diffusion_loss.awm_weighting actor.diffusion_loss.awm_power "
+    "actor.diffusion_loss.awm_advantage actor.diffusion_loss.awm_ratio",
+    "diffusion_losses.config:DiffusionLossConfig": "actor.diffusion_loss.options",
+    "fsdp_diffusers_engine.forward_process:_levels": "actor.forward_process.levels actor.forward_process.num_levels "
+    "actor.forward_process.schedule_fraction actor.forward_process.logit_mean actor.forward_process.logit_std "
+    "actor.forward_process.shift actor.forward_process.min_sigma",
+    "fsdp_diffusers_engine.forward_process:ForwardProcessDiffusersFSDPEngine": "actor.forward_process.reference_state",
+    "fsdp_diffusers_engine.optim:build_optimizer": "actor.optim.lr actor.optim.betas actor.optim.eps actor.optim.weight_decay",
+    f"{ENGINE}.optimizer_step": "actor.optim.clip_grad",
+    "fsdp_diffusers_engine.checkpoint:save": "actor.checkpoint.save_contents actor.checkpoint.max_ckpt_to_keep",
+    "fsdp_diffusers_engine.checkpoint:load": "actor.checkpoint.load_contents",
+    "fsdp_diffusers_engine": "actor.fsdp_config.device actor.fsdp_config.mixed_precision.param_dtype "
+    "actor.fsdp_config.mixed_precision.reduce_dtype actor.fsdp_config.sharding actor.fsdp_config.fsdp_size "
+    "actor.fsdp_config.reshard_after_forward actor.fsdp_config.forward_prefetch actor.fsdp_config.offload_policy",
+    f"{ENGINE}.velocity": "actor.fsdp_config.activation_offload",
+    f"{WORKER}._join": "actor.fsdp_config.timeout_s",
+    "fsdp_diffusers_engine.perf:mfu": "actor.fsdp_config.peak_tflops",
+    "omni_rollout.fleet:Fleet": "rollout.backend rollout.num_replicas rollout.placement rollout.max_batch_size "
+    "rollout.device rollout.router.start_timeout_s",
+    f"{TRAINER}.generate_sequence": "rollout.n",
+    f"{TRAINER}._validate": "rollout.val_kwargs.n",
+    "ray_trainer.rollouts:Rollouts": "rollout.seed rollout.val_kwargs.seed reward.name reward.options reward.num_workers "
+    "reward.num_cpus reward.concurrency reward.batch_size reward.policy reward.failure_value reward.max_retries reward.timeout_s",
+    "ray_trainer.workers:ActorRolloutRefWorker": "rollout.dtype ray.worker_threads algorithm.old_policy.update_every",
+    "omni_rollout.agent_loop:DiffusionAgentLoop": "rollout.pipeline.negative_prompt",
+    "omni_rollout.agent_loop:DiffusionAgentLoopWorker": "rollout.agent.default_agent_loop "
+    "rollout.val_kwargs.pipeline.negative_prompt",
+    "omni_rollout.edit_loop:DiffusionJudgeEditAgentLoop": "rollout.agent.num_turns",
+    "omni_rollout.router:Router": "rollout.router.max_queue_per_replica rollout.router.request_timeout_s "
+    "rollout.router.max_retries rollout.router.restart",
+    "omni_rollout.vllm_omni.launch:start_engine": "rollout.vllm_omni.tensor_model_parallel_size "
+    "rollout.vllm_omni.enforce_eager rollout.vllm_omni.max_num_seqs rollout.vllm_omni.request_batch_max_wait_ms "
+    "rollout.vllm_omni.step_execution rollout.vllm_omni.enable_sleep_mode rollout.vllm_omni.rollout_attn_backend "
+    "rollout.vllm_omni.engine_kwargs",
+    "omni_rollout.vllm_omni.server:vLLMOmniHttpServer": "rollout.vllm_omni.openai_port",
+    f"{TRAINER}.__init__": "data.train_file data.val_file data.prompts_per_step data.val_max_prompts",
+    TRAINER: "algorithm.advantage_std algorithm.advantage_ddof algorithm.advantage_eps algorithm.flat_groups",
+    "flowgrpo.trainer": "algorithm.old_log_probs algorithm.step_fraction trainer.seed",
+    "dpo_online.trainer": "algorithm.pair_mode algorithm.pair_margin",
+    f"{TRAINER}._fit": "trainer.total_steps trainer.val_before_train",
+    f"{TRAINER}._step": "trainer.val_every trainer.save_every",
+    f"{TRAINER}._save": "trainer.keep_checkpoints",
+    f"{TRAINER}._open": "trainer.run_dir trainer.on_existing",
+    "ray_trainer.resume:check_resume": "trainer.allow_config_change",
+    "ray_trainer.group:WorkerGroup": "trainer.num_workers",
+    "ray_trainer.cluster": "ray.address ray.num_cpus ray.object_store_mb",
+}
+
+
+def _loss(config):
+    loss = config.actor.diffusion_loss
+    return loss.family, loss.resolved_kl_kind, loss.resolved_step_weighting
+
+
+def _sampled(config):
+    return [resolve_sampling(config.rollout, training_step=step) for step in range(6)]
+
+
+def _validated(config):
+    return [resolve_sampling(config.rollout, training_step=step, validate=True) for step in range(6)]
+
+
+def _rate(config):
+    return [lr_factor(config.actor.optim, step) for step in range(12)]
+
+
+def _decay(config):
+    return [config.algorithm.old_policy.decay(n) for n in (0, 5, 500)]
+
+
+_PIPELINE = {"height": 32, "width": 32, "num_inference_steps": 8, "true_cfg_scale": 2.0, "max_sequence_length": 9}
+_PIPELINE |= {"guidance_scale": 3.5, "num_frames": 5}
+_ALGO = {"noise_level": 0.2, "sde_type": "cps", "sde_window_size": 1, "sde_window_range": "[1, 4]", "solver": "dpm2"}
+_ALGO |= {
+    "sample_strategy": "fixed",
+    "iters_per_group": 4,
+    "sde_window_seed": 9,
+    "shared_noise": "true",
+    "tail_ratio": 0.5,
+}
+_WINDOW = ["sde_type=sde", "noise_level=0.7", "sde_window_size=2", "sde_window_range=[0, 5]"]
+SHOWN = {}
+"""Key -> (another value, what is computed, what both configs have besides)."""
+for _place, _shown in (("rollout", _sampled), ("rollout.val_kwargs", _validated)):
+    SHOWN |= {f"{_place}.pipeline.{name}": (value, _shown, []) for name, value in _PIPELINE.items()}
+    SHOWN |= {
+        f"{_place}.algo.{name}": (v, _shown, [f"{_place}.algo.{w}" for w in _WINDOW]) for name, v in _ALGO.items()
+    }
+SHOWN |= {
+    "rollout.rollout_adapter": ("old", _sampled, []),
+    "actor.diffusion_loss.loss_mode": ("diffusion_nft", _loss, []),
+    "actor.diffusion_loss.kl_kind": ("paper", _loss, []),
+    "actor.diffusion_loss.step_weighting": ("inverse_step", _loss, []),
+    "actor.optim.lr_scheduler_type": ("cosine", _rate, ["actor.optim.total_training_steps=10"]),
+    "actor.optim.lr_warmup_steps": (3, _rate, []),
+    "actor.optim.total_training_steps": (5, _rate, []),
+    "actor.optim.min_lr_ratio": (0.5, _rate, ["actor.optim.total_training_steps=10"]),
+}
+_RISE = ["algorithm.old_policy.decay_rate=0.01", "algorithm.old_policy.decay_max=0.9"]
+SHOWN |= {
+    "algorithm.old_policy.decay_start": (4, _decay, _RISE),
+    "algorithm.old_policy.decay_rate": (0.02, _decay, _RISE),
+    "algorithm.old_policy.decay_max": (0.5, _decay, _RISE),
+}
+
+
+def test_every_key_has_a_row_and_every_row_a_key():
+    keys = {key for key, kind in known_keys().items() if is_section(kind) is None}
+    read = [key for text in READERS.values() for key in text.split()]
+    rows = [*read, *SHOWN, *REFUSED, *PRESENTATION]
+    assert sorted(rows) == sorted(keys)
+
+
+@pytest.mark.parametrize("key", SHOWN)
+def test_another_value_gives_another_result(key, tmp_path):
+    value, compute, besides = SHOWN[key]
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("base: builtin:tiny\n")
+    make = lambda *more: compute(compose("flowgrpo", recipe, [*besides, *more]))  # noqa: E731
+    assert make() == make()
+    assert make() != make(f"{key}={value}")
+
+
+def _source(place):
+    """The syntax trees of `module:Class.function`, a module, or all modules of a package."""
+    module, _, name = place.partition(":")
+    origin = Path(importlib.util.find_spec(module).origin)
+    files = sorted(origin.parent.glob("*.py")) if origin.name == "__init__.py" else [origin]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files if file.name != "config.py" or name]
+    for part in name.split(".") if name else ():
+        trees = [
+            node
+            for tree in trees
+            for node in ast.iter_child_nodes(tree)
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == part
+        ]
+    return trees
+
+
+@pytest.mark.parametrize("place", READERS)
+def test_the_reader_of_a_key_reads_it(place):
+    trees = _source(place)
+    assert trees, f"{place} is gone: who reads {READERS[place]} now?"
+    read = {
+        n.attr for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)
+    }
+    for key in READERS[place].split():
+        assert key.split(".")[-1] in read, f"{key} is not read in {place}"
+
+
+def test_the_defaults_do_not_hide_an_effect():
+    assert OldPolicyConfig().decay(100) == 0
+    assert DiffusionLossConfig().family == "policy_gradient"
+
+
+@pytest.mark.parametrize(("validate", "key"), [(False, "rollout.pipeline"), (True, "rollout.val_kwargs.pipeline")])
+def test_each_kind_of_sampling_has_its_own_negative_prompt(validate, key, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("base: builtin:tiny\n")
+    overrides = [f"{key}.true_cfg_scale=2", f"{key}.negative_prompt=blurred"]
+    worker = DiffusionAgentLoopWorker(compose("flowgrpo", recipe, overrides).rollout, None)
+    batch = TensorDict({}, batch_size=[2])
+    for name, values in (("uid", ["a", "b"]), ("prompt", ["x", "y"]), ("negative_prompt", [None, "its own"])):
+        batch[name] = NonTensorStack(*values)
+    batch.set_non_tensor("validate", validate)
+    assert [row["raw_negative_prompt"] for row in worker._rows(batch)] == ["blurred", "its own"]
