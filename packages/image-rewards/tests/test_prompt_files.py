@@ -152,6 +152,23 @@ def test_geneval_own_files_are_read(tmp_path):
     assert counting.exclude[0].count == 3
 
 
+def test_geneval_words_become_the_detectors():
+    from image_rewards.geneval import in_words_of
+
+    asked = {
+        "tag": "x",
+        "include": [{"class": "computer mouse", "count": 1}, {"class": "couch"}],
+        "exclude": [{"class": "dog"}],
+    }
+    coco = in_words_of({"mouse", "couch", "dog"}, asked)
+    assert [row["class"] for row in coco["include"]] == ["mouse", "couch"]
+    assert coco["exclude"] == asked["exclude"]
+    voc = in_words_of({"computer mouse", "sofa"}, asked)
+    assert [row["class"] for row in voc["include"]] == ["computer mouse", "sofa"]
+    assert parse_questions(coco, {"mouse", "couch", "dog"}, ()).include[0].name == "mouse"
+    assert in_words_of({"mouse"}, {"include": "odd"}) == {"include": "odd"}
+
+
 def test_lists_and_folders(tmp_path):
     (tmp_path / "b.txt").write_text("one\n")
     (tmp_path / "a.jsonl").write_text('{"prompt": "two"}\n')

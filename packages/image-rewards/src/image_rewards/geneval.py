@@ -6,7 +6,7 @@ YOLOS), and colours are told from the box. Numbers are comparable among runs of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,18 @@ from image_rewards.model import ModelReward, from_pretrained, processor_of
 from image_rewards.scene_rules import Found, judge, parse_questions
 
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+# One thing, several names: GenEval's files say the first, COCO detectors one of the others.
+SYNONYMS = (
+    ("computer mouse", "mouse"),
+    ("tv remote", "remote"),
+    ("computer keyboard", "keyboard"),
+    ("motorcycle", "motorbike"),
+    ("airplane", "aeroplane"),
+    ("couch", "sofa"),
+    ("potted plant", "pottedplant"),
+    ("dining table", "diningtable"),
+    ("tv", "tvmonitor"),
+)
 
 
 class GenevalReward(ModelReward):
@@ -59,7 +71,7 @@ class GenevalReward(ModelReward):
 
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         self.prepare()
-        parse_questions(metadata, self._names, COLORS)
+        parse_questions(in_words_of(self._names, metadata), self._names, COLORS)
         asks_color = any(
             row.get("color") is not None for key in ("include", "exclude") for row in metadata.get(key) or ()
         )
@@ -94,7 +106,7 @@ class GenevalReward(ModelReward):
 
     def score_batch(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         sample = samples[0]
-        questions = parse_questions(sample.metadata, self._names, COLORS)
+        questions = parse_questions(in_words_of(self._names, sample.metadata), self._names, COLORS)
         found = self.detect(sample.image, self.counting_threshold if questions.exclude else self.threshold)
         asked = {a.name for a in (*questions.include, *questions.exclude) if a.color is not None}
         if asked:
@@ -135,6 +147,27 @@ class GenevalReward(ModelReward):
             pixel_values=pixels, **{k: v.to(self.device) for k, v in tokens.items() if k != "token_type_ids"}
         )
         return Found(found.name, found.box, found.confidence, COLORS[int(out.logits_per_image[0].argmax())])
+
+
+def in_words_of(names: Container[str], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata with classes that a detector does not know by that word in a word of its own, where it has one."""
+
+    def word(name: Any) -> Any:
+        return (
+            next((w for group in SYNONYMS if name in group for w in group if w in names), name)
+            if name not in names
+            else name
+        )
+
+    def rows(given: Any) -> Any:
+        if not isinstance(given, list | tuple):
+            return given
+        return [
+            {**row, "class": word(row["class"])} if isinstance(row, Mapping) and "class" in row else row
+            for row in given
+        ]
+
+    return {key: rows(value) if key in ("include", "exclude") else value for key, value in metadata.items()}
 
 
 def without_doubles(found: Sequence[Found], overlap: float) -> list[Found]:
