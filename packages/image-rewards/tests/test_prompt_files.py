@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from image_rewards import MissingExtraError, PromptFileError
+from image_rewards import MissingExtraError, PromptFileError, RewardTargetError
 from image_rewards.prompt_files import read_prompts
 from image_rewards.scene_rules import parse_questions
 
@@ -167,6 +167,12 @@ def test_geneval_words_become_the_detectors():
     assert [row["class"] for row in voc["include"]] == ["computer mouse", "sofa"]
     assert parse_questions(coco, {"mouse", "couch", "dog"}, ()).include[0].name == "mouse"
     assert in_words_of({"mouse"}, {"include": "odd"}) == {"include": "odd"}
+    for row, words in (
+        ({"class": ["cat"]}, r"class=\['cat'\]"),
+        ({"class": "cat", "color": ["red"]}, r"color=\['red'\]"),
+    ):
+        with pytest.raises(RewardTargetError, match=words):
+            parse_questions(in_words_of({"cat"}, {"include": [row]}), {"cat"}, {"red": 1})
 
 
 def test_lists_and_folders(tmp_path):

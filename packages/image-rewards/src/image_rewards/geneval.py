@@ -153,11 +153,9 @@ def in_words_of(names: Container[str], metadata: Mapping[str, Any]) -> dict[str,
     """The metadata with classes that a detector does not know by that word in a word of its own, where it has one."""
 
     def word(name: Any) -> Any:
-        return (
-            next((w for group in SYNONYMS if name in group for w in group if w in names), name)
-            if name not in names
-            else name
-        )
+        if not isinstance(name, str) or name in names:
+            return name
+        return next((w for group in SYNONYMS if name in group for w in group if w in names), name)
 
     def rows(given: Any) -> Any:
         if not isinstance(given, list | tuple):

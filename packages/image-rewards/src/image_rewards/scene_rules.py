@@ -84,11 +84,11 @@ def _entries(given: Any, where: str, names: Container[str], colors: Container[st
         if unknown:
             raise RewardTargetError(f"{label} has the unknown key {sorted(unknown)[0]!r}.")
         count, color, position = row.get("count", 1), row.get("color"), row.get("position")
-        if row["class"] not in names:
+        if not isinstance(row["class"], str) or row["class"] not in names:
             raise RewardTargetError(f"{label}: class={row['class']!r} is not one that can be found.")
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise RewardTargetError(f"{label}: count={count!r} must be a whole number of at least 1.")
-        if color is not None and color not in colors:
+        if color is not None and (not isinstance(color, str) or color not in colors):
             raise RewardTargetError(f"{label}: color={color!r} is not one that can be told.")
         relation, to = None, 0
         if position is not None:
