@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -131,6 +133,21 @@ def is_out_of_memory(error: BaseException) -> bool:
         or text.startswith(("OutOfMemoryError", "MemoryError"))
         or any(mark in text.lower() for mark in _OUT_OF_MEMORY)
     )
+
+
+def disk_full(error: BaseException, run: Path) -> str:
+    """What to say when a disk is full: which file, how much is free and how much a checkpoint takes. Empty for other errors."""
+    cause = first_cause(error)
+    marks = ("No space left on device", "Disk quota exceeded")
+    if getattr(cause, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and not any(
+        mark in words(error) for mark in marks
+    ):
+        return ""
+    file = getattr(cause, "filename", None) or run
+    free = shutil.disk_usage(run).free
+    sizes = [sum(f.stat().st_size for f in c.rglob("*") if f.is_file()) for c in run.glob("checkpoints/*step_*")]
+    needed = f", and a checkpoint of this run takes {max(sizes) / 2**20:.0f} MiB or more" if sizes else ""
+    return f"the disk of {file} is full: {free / 2**20:.0f} MiB are free{needed}; make room, then resume"
 
 
 def less_memory(config: RunConfig, phase: str) -> str:

@@ -24,7 +24,7 @@ from tensordict import TensorDict
 from ray_trainer import checkpoint, resume, schema
 from ray_trainer.config import RunConfig
 from ray_trainer.errors import Interrupted, TrainerError, TrainingFailed
-from ray_trainer.failure import first_cause, is_out_of_memory, less_memory, record_failure, words
+from ray_trainer.failure import disk_full, first_cause, is_out_of_memory, less_memory, record_failure, words
 from ray_trainer.group import WorkerGroup
 from ray_trainer.interrupt import StopRequest
 from ray_trainer.prompts import Prompt, PromptSampler, load_prompts
@@ -180,6 +180,9 @@ class RayDiffusionTrainer(ABC):
         message = f"{phase}: {words(error)}" if step is None else f"step {step}, {phase}: {words(error)}"
         if is_out_of_memory(error):
             message += f"; {less_memory(self.config, phase)}"
+        full = disk_full(error, self.run.path) if hasattr(self, "run") else ""
+        if full:
+            message += f"; {full}"
         if step is None:
             traceback.print_exception(error, file=sys.stderr)
             if phase == "report":
