@@ -33,3 +33,28 @@ def test_what_would_change_nothing_or_be_wrong_is_refused(given, tmp_path, monke
 def test_the_list_of_agent_loops_is_the_registry():
     agent_loop.get_agent_loop(AGENT_LOOPS[0])
     assert set(AGENT_LOOPS) <= set(agent_loop._REGISTRY)
+
+
+def test_the_lora_that_a_run_starts_from_is_read_before_the_start(tmp_path, monkeypatch):
+    import torch
+    from safetensors.torch import save_file
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text("base: builtin:tiny\n")
+
+    def check(file: str) -> list[str]:
+        return validate_config(compose("flowgrpo", tmp_path / "r.yaml", [f"model.lora_adapter_path={tmp_path / file}"]))
+
+    def write(file: str, layer: str) -> None:
+        save_file({f"{layer}.lora_{side}.weight": torch.ones(2, 2) for side in "AB"}, tmp_path / file)
+
+    with pytest.raises(TrainerError, match="nothing does not exist"):
+        check("nothing")
+    write("sdxl.safetensors", "unet.mid_block.attentions.0.proj_in")
+    with pytest.raises(TrainerError, match=r"model.lora_adapter_path=.*Stable Diffusion"):
+        check("sdxl.safetensors")
+    write("flux.safetensors", "transformer.single_transformer_blocks.0.attn.to_q")
+    with pytest.raises(TrainerError, match="LoRA for flux"):
+        check("flux.safetensors")
+    write("ours.safetensors", "transformer.transformer_blocks.0.attn.to_q")
+    assert any("is a guess" in line for line in check("ours.safetensors"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 
 from ray_trainer.cluster import check_ray
@@ -74,6 +75,21 @@ def _warn_about_size(config: RunConfig, parameters: int) -> list[str]:
     ]
 
 
+def _check_first_lora(path: str | None, pipeline: str) -> list[str]:
+    """Read the LoRA that training starts from: a file of another kind or model ends here. Returns what to say about it."""
+    if path is None:
+        return []
+    from lora_sync import LoRASyncError, load_any
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            load_any(path, architecture=pipeline)
+        except (LoRASyncError, OSError) as error:
+            raise TrainerError(f"model.lora_adapter_path={path!r}: {error}") from error
+    return [f"model.lora_adapter_path: {warning.message}" for warning in said]
+
+
 def _check_reward(config: RunConfig, prompts: list[Prompt]) -> None:
     """The reward's name and options, and that every prompt holds the target which the reward needs.
 
@@ -114,6 +130,7 @@ def validate_config(config: RunConfig) -> list[str]:
     r, t, d, a = config.rollout, config.trainer, config.data, config.actor
     check_ranges(RunConfig, to_tree(config))  # `compose` did; a config that was made in Python comes here first
     pipeline, notes = _check_model(config)
+    notes += _check_first_lora(config.model.lora_adapter_path, pipeline)
     train, val = load_prompts(d.train_file), load_prompts(d.val_file)
     PromptSampler(train, d.prompts_per_step, t.seed)
     _check_reward(config, [*train, *val])
