@@ -130,7 +130,7 @@ def test_a_broken_prompt_line_is_named(tmp_path, capsys):
 def test_a_prompt_without_a_target_for_its_reward_is_named(tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "two red circles on a white background"}\n{"prompt": "a cat"}\n' * 3)
-    assert run(APPS[0], [f"data.train_file={prompts}"]) == 2
+    assert run(APPS[0], [f"data.train_file={prompts}", "data.val_file=builtin:tiny_shapes_heldout"]) == 2
     error = capsys.readouterr().err
     assert "prompts.jsonl, line 2" in error
     assert error.count("\n") == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +137,16 @@ def test_counted_operations_follow_the_formula(make_engine: Any, make_batch: Any
     assert training_flops(engine, Rows(3 * 2, 3 * 2), meta, 7) == pytest.approx(3 * forward, rel=0.01)
     assert mfu(engine, 1e12, 1.0) == pytest.approx(0.5)
     assert peak_flops(torch.device("cpu"), torch.float32) > 1e8
+
+
+@pytest.mark.parametrize(("address", "shown"), [("10.1.2.3", "10.1.2.3"), ("fd00::1", "[fd00::1]")])
+def test_ranks_meet_at_the_address_that_ray_knows(address, shown, monkeypatch):
+    ray = pytest.importorskip("ray")
+    from fsdp_diffusers_engine.worker import meeting_point
+
+    def unknown(*_):
+        raise socket.gaierror("a host whose name resolves to nothing")
+
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: address)
+    assert re.fullmatch(rf"tcp://{re.escape(shown)}:[0-9]+", meeting_point())

@@ -3,8 +3,9 @@ import json
 import pytest
 from omni_rollout.config import DiffusionPipelineConfig
 from ray_trainer.assets import builtin
+from ray_trainer.config import compose, to_yaml
 from ray_trainer.errors import TrainerError
-from ray_trainer.prompts import Prompt, PromptSampler, load_prompts
+from ray_trainer.prompts import Prompt, PromptSampler, load_prompt_sets, load_prompts
 from ray_trainer.rollouts import negative_prompt
 
 SETS = ("creative", "geneval", "ocr", "tiny_shapes", "video")
@@ -68,11 +69,11 @@ def test_several_files_name_their_lines_apart(tmp_path):
 
 
 def test_a_list_on_the_command_line_and_in_a_recipe(tmp_path):
-    from ray_trainer.config import compose, to_yaml
-
     one, two = write(tmp_path / "a.txt", *["a red circle"] * 6), write(tmp_path / "b.txt", "a dog")
     (tmp_path / "r.yaml").write_text(f"base: builtin:tiny\ndata: {{val_file: [{one}, {two}]}}\n")
-    config = compose("flowgrpo", tmp_path / "r.yaml", [f"data.train_file=[{one},{two}]"])
+    config = compose(
+        "flowgrpo", tmp_path / "r.yaml", [f"data.train_file=[{one},{two}]", f"data.val_file=[{one},{two}]"]
+    )
     assert [len(load_prompts(f)) for f in (config.data.train_file, config.data.val_file)] == [7, 7]
     again = tmp_path / "again.yaml"
     again.write_text(to_yaml(config))
@@ -108,3 +109,46 @@ def test_a_prompt_without_a_negative_one_takes_the_recipes():
     assert negative_prompt(plain, DiffusionPipelineConfig()) == ""  # SD3, Wan, Z-Image; it was a space for every model
     for given, taken in ((plain, " "), (own, "blurry"), (empty, "")):
         assert negative_prompt(given, DiffusionPipelineConfig(negative_prompt=" ")) == taken
+
+
+def data_of(tmp_path, texts, **options):
+    from ray_trainer.config import DataConfig
+
+    (tmp_path / "mine.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+    return DataConfig(train_file=str(tmp_path / "mine.jsonl"), val_file="", **options)
+
+
+def test_without_a_validation_file_the_same_tenth_of_the_texts_is_held_out(tmp_path):
+    texts = [f"thing {number}" for number in range(40)]
+    train, val = load_prompt_sets(data_of(tmp_path, [*texts, *texts]))
+    assert len({p.text for p in val}) == 4
+    assert len(val) == 8
+    assert {p.text for p in train} | {p.text for p in val} == set(texts)
+    assert not {p.text for p in train} & {p.text for p in val}
+    again = load_prompt_sets(data_of(tmp_path, texts[::-1]))[1]
+    assert {p.text for p in again} == {p.text for p in val}
+    assert len(load_prompt_sets(data_of(tmp_path, texts, val_max_prompts=2))[1]) == 2
+    assert len(load_prompt_sets(data_of(tmp_path, texts[:2]))[1]) == 1
+    with pytest.raises(TrainerError, match=r"holds one text, so none can be held out; give data\.val_file"):
+        load_prompt_sets(data_of(tmp_path, ["one", "one"]))
+
+
+def test_a_training_file_takes_no_other_files_validation(tmp_path):
+    (tmp_path / "r.yaml").write_text("data: {train_file: a.jsonl, val_file: b.jsonl}\n")
+    compose_with = lambda *given: compose("flowgrpo", tmp_path / "r.yaml", list(given)).data  # noqa: E731
+    assert compose_with().val_file == "b.jsonl"
+    assert compose_with("data.train_file=mine.jsonl").val_file == ""
+    assert compose_with("data.train_file=mine.jsonl", "data.val_file=v.jsonl").val_file == "v.jsonl"
+
+
+def test_paths_reach_workers_in_other_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    (tmp_path / "r.yaml").write_text(
+        "model: {path: models/mine}\nreward: {options: {path: ./models/mine, note: models}}\n"
+    )
+    config = compose("flowgrpo", tmp_path / "r.yaml", ["trainer.run_dir=runs/x"])
+    assert config.trainer.run_dir == str(tmp_path / "runs" / "x")
+    assert config.model.path == config.actor.model_config.path == str(tmp_path / "models" / "mine")
+    assert config.reward.options == {"path": str(tmp_path / "models" / "mine"), "note": "models"}
+    assert compose("flowgrpo", tmp_path / "r.yaml", ["model.path=Qwen/Qwen-Image"]).model.path == "Qwen/Qwen-Image"

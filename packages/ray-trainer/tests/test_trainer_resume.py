@@ -40,6 +40,7 @@ class Bench:
         given = (
             f"trainer.run_dir={self.folder}",
             f"data.train_file={self.prompts}",
+            "data.val_file=builtin:tiny_shapes_heldout",
             "trainer.on_existing=resume",
             *overrides,
         )

@@ -11,6 +11,7 @@ import datetime
 import hashlib
 import math
 import os
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -247,6 +248,33 @@ def _noise_seed(seed: int, step: int, epoch: int, number: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{epoch}/{number}".encode()).digest()[:6], "little")
 
 
+def meeting_point() -> str:
+    """``tcp://ADDRESS:PORT`` with a free port of this machine, at the address by which Ray's other nodes know it.
+
+    The host's own name is not asked: it resolves to 127.0.0.1 on many machines, and to nothing on others.
+    """
+    import ray
+
+    address = ray.util.get_node_ip_address()
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+class _Rank(TrainingWorker):
+    """A worker that joins its group when it is told where, which only the first one's node can say."""
+
+    def __init__(self) -> None:
+        self._ready = False
+
+    def meeting_point(self) -> str:
+        return meeting_point()
+
+    def start(self, config: TrainingWorkerConfig) -> None:
+        super().__init__(config)
+
+
 def remote_workers(config: TrainingWorkerConfig, num_workers: int = 1, **options: Any) -> list[Any]:
     """``num_workers`` Ray actors, one per rank, joined into one group; ``options`` go to ``ray.remote``.
 
@@ -262,15 +290,13 @@ def remote_workers(config: TrainingWorkerConfig, num_workers: int = 1, **options
         ) from error
     from dataclasses import replace
 
-    address = None
-    if num_workers > 1:
-        import socket
-
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            address = f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
-    actor = ray.remote(**options)(TrainingWorker) if options else ray.remote(TrainingWorker)
-    return [
-        actor.remote(replace(config, rank=rank, world_size=num_workers, init_method=address))
-        for rank in range(num_workers)
-    ]
+    actor = ray.remote(**options)(_Rank) if options else ray.remote(_Rank)
+    workers = [actor.remote() for _ in range(num_workers)]
+    address = ray.get(workers[0].meeting_point.remote()) if num_workers > 1 else None
+    ray.get(
+        [
+            worker.start.remote(replace(config, rank=rank, world_size=num_workers, init_method=address))
+            for rank, worker in enumerate(workers)
+        ]
+    )
+    return workers

@@ -58,6 +58,7 @@ class DataConfig:
 
     train_file: str | list[str] = "builtin:tiny_shapes_train"
     val_file: str | list[str] = "builtin:tiny_shapes_heldout"
+    """Empty holds out a tenth of the training file's texts, always the same ones; so does a train_file given without it."""
     prompts_per_step: int = 6
     """P; each prompt is sampled `rollout.n` times."""
     val_max_prompts: int = 48
@@ -269,10 +270,13 @@ def _load_recipe(file: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """One layer of config over another. Options belong to their reward: another reward does not get them."""
+    """One layer of config over another. Options belong to their reward, and a validation file to its training file: another one
+    does not get them."""
     name = above.get("reward", {}).get("name")
     if name is not None and name != below.get("reward", {}).get("name") and "reward" in below:
         below = below | {"reward": below["reward"] | {"options": {}}}
+    if "train_file" in above.get("data", {}):
+        below = _merge(below, {"data": {"val_file": ""}})
     return _merge(below, above)
 
 
@@ -358,12 +362,26 @@ def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
             raise
         raise TrainerError(f"the config does not fit: {' '.join(str(error).split())}") from error
     assert isinstance(config, RunConfig)
-    config.trainer.run_dir = config.trainer.run_dir or f"runs/{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = config.trainer.run_dir or f"runs/{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    config.trainer.run_dir = str(Path(run_dir).absolute())
+    _for_every_folder(config)
     if config.actor.optim.total_training_steps < 0:
         config.actor.optim.total_training_steps = config.trainer.total_steps * updates_per_step(config)
     if config.rollout.seed is None:
         config.rollout.seed = config.trainer.seed
     return config
+
+
+def _for_every_folder(config: RunConfig) -> None:
+    """Paths that workers read, made absolute: the processes of a cluster that was started before run in another folder."""
+    for model in (config.model, config.actor.model_config):
+        for key in ("path", "lora_adapter_path"):
+            value = getattr(model, key)
+            if value and Path(value).exists():
+                setattr(model, key, str(Path(value).absolute()))
+    for key, value in config.reward.options.items():
+        if isinstance(value, str) and "/" in value and Path(value).exists():
+            config.reward.options[key] = str(Path(value).absolute())
 
 
 def updates_per_step(config: RunConfig) -> int:

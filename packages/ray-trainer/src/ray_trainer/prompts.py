@@ -5,16 +5,20 @@ Which prompts a step sees depends on nothing but the seed and the step's number,
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unicodedata import normalize
 
 from ray_trainer.assets import resolve
 from ray_trainer.errors import TrainerError
 from ray_trainer.model_folder import read_index
+
+if TYPE_CHECKING:
+    from ray_trainer.config import DataConfig
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,32 @@ def load_prompts(location: str | list[str]) -> list[Prompt]:
         Prompt(f"{names[row.file]}line{row.number}", row.prompt, row.negative_prompt, row.metadata, row.where)
         for row in rows
     ]
+
+
+HELD_OUT_SHARE = 10
+"""One text in this many validates when a training file comes without a validation file."""
+
+
+def load_prompt_sets(data: DataConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """Training prompts, and all held-out ones: of `data.val_file`, or, where it is empty, a tenth of the training file's texts.
+
+    Which texts are held out depends on nothing but the texts: those with the smallest SHA-256, no more than
+    `data.val_max_prompts`. A text that occurs twice is wholly on one side.
+
+    Raises:
+        TrainerError: a file cannot be used, or there is nothing to divide.
+    """
+    prompts = load_prompts(data.train_file)
+    if data.val_file:
+        return prompts, load_prompts(data.val_file)
+    texts = sorted({p.text for p in prompts}, key=lambda text: hashlib.sha256(text.encode()).digest())
+    if len(texts) < 2:
+        raise TrainerError(
+            f"data.train_file={data.train_file!r} holds one text, so none can be held out; give data.val_file=FILE (it may be the "
+            "same file)"
+        )
+    held_out = set(texts[: min(max(len(texts) // HELD_OUT_SHARE, 1), data.val_max_prompts)])
+    return [p for p in prompts if p.text not in held_out], [p for p in prompts if p.text in held_out]
 
 
 class PromptSampler:

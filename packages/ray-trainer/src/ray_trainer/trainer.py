@@ -27,7 +27,7 @@ from ray_trainer.errors import Interrupted, TrainerError, TrainingFailed
 from ray_trainer.failure import disk_full, first_cause, is_out_of_memory, less_memory, record_failure, words
 from ray_trainer.group import WorkerGroup
 from ray_trainer.interrupt import StopRequest
-from ray_trainer.prompts import Prompt, PromptSampler, load_prompts
+from ray_trainer.prompts import Prompt, PromptSampler, load_prompt_sets
 from ray_trainer.report import (
     LiveLine,
     MetricsWriter,
@@ -59,8 +59,8 @@ class RayDiffusionTrainer(ABC):
     def __init__(self, config: RunConfig, echo: Callable[[str], None] = print):
         self.config, self.echo = config, echo
         loop, data = config.trainer, config.data
-        self.prompts = PromptSampler(load_prompts(data.train_file), data.prompts_per_step, loop.seed)
-        held_out = load_prompts(data.val_file)
+        train, held_out = load_prompt_sets(data)
+        self.prompts = PromptSampler(train, data.prompts_per_step, loop.seed)
         self.val_prompts = held_out[: data.val_max_prompts]
         self.inputs = {"data.train_file": self.prompts.prompts, "data.val_file": held_out}
 

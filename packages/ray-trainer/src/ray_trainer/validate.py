@@ -10,7 +10,7 @@ from ray_trainer.config import RunConfig, to_tree, updates_per_step
 from ray_trainer.errors import TrainerError
 from ray_trainer.model_folder import ARCHITECTURES, check_folder, read_index, transformer_size
 from ray_trainer.models import locate, pipeline_class
-from ray_trainer.prompts import Prompt, PromptSampler, check_lengths, load_prompts
+from ray_trainer.prompts import Prompt, PromptSampler, check_lengths, load_prompt_sets
 from ray_trainer.ranges import check_ranges
 from ray_trainer.resume import check_resume
 from ray_trainer.run_dir import check_run_dir
@@ -131,7 +131,7 @@ def validate_config(config: RunConfig) -> list[str]:
     check_ranges(RunConfig, to_tree(config))  # `compose` did; a config that was made in Python comes here first
     pipeline, notes = _check_model(config)
     notes += _check_first_lora(config.model.lora_adapter_path, pipeline)
-    train, val = load_prompts(d.train_file), load_prompts(d.val_file)
+    train, val = load_prompt_sets(d)
     PromptSampler(train, d.prompts_per_step, t.seed)
     _check_reward(config, [*train, *val])
     require(r.n >= 2, f"rollout.n={r.n} is too small: advantages compare the samples of one prompt, so give at least 2")
@@ -178,6 +178,11 @@ def validate_config(config: RunConfig) -> list[str]:
         *_warnings(config),
         f"{t.total_steps} steps of {d.prompts_per_step} prompts x {r.n} samples = {samples} samples, "
         f"{updates_per_step(config)} update(s) each",
-        f"validation on {held_out} prompts x {r.val_kwargs.n} samples of {d.val_file}",
+        f"validation on {held_out} prompts x {r.val_kwargs.n} samples of "
+        + (
+            f"{d.val_file}"
+            if d.val_file
+            else f"{len(val)} held-out prompts of {d.train_file}, always the same; {len(train)} train"
+        ),
         f"run folder {t.run_dir}",
     ]

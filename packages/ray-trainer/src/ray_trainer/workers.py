@@ -6,7 +6,6 @@ A plain class, so that it can be used without Ray; `group.WorkerGroup` makes a R
 from __future__ import annotations
 
 import resource
-import socket
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -41,13 +40,10 @@ class ActorRolloutRefWorker:
         torch.set_num_threads(config.ray.worker_threads or max(available_cpus() // world_size, 1))
 
     def meeting_point(self) -> str:
-        """Address of this machine with a free port, where the processes of a group find each other."""
-        import ray
+        """Where the processes of a group find each other: this node's address as Ray's other nodes know it, and a free port."""
+        from fsdp_diffusers_engine.worker import meeting_point
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        return f"tcp://{ray.util.get_node_ip_address()}:{port}"  # the host's own name need not resolve
+        return meeting_point()
 
     def init_model(self, meeting_point: str | None = None) -> None:
         """Join the process group when there are several processes, and build engine and backend."""
