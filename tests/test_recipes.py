@@ -139,7 +139,12 @@ def test_a_prompt_without_a_target_for_its_reward_is_named(tmp_path, capsys):
 def test_a_prompt_that_the_encoder_does_not_take_is_named(tmp_path, capsys):
     prompts, long = tmp_path / "prompts.csv", "one red circle on a white background " * 9
     prompts.write_text(f"prompt,negative_prompt\n{long[:37]},\n{long},\n" + f"{long[:37]},\n" * 5)
-    arguments = [f"data.train_file={prompts}", "rollout.pipeline.max_sequence_length=40", "--dry-run"]
+    arguments = [
+        f"data.train_file={prompts}",
+        "data.val_file=builtin:tiny_shapes_heldout",
+        "rollout.pipeline.max_sequence_length=40",
+        "--dry-run",
+    ]
     assert run(APPS[0], arguments) == 2
     error = capsys.readouterr().err
     assert "prompts.csv, line 3: The prompt 'one red circle" in error
