@@ -291,8 +291,8 @@ def remote_workers(config: TrainingWorkerConfig, num_workers: int = 1, **options
     from dataclasses import replace
 
     actor = ray.remote(**options)(_Rank) if options else ray.remote(_Rank)
-    workers = [actor.remote() for _ in range(num_workers)]
-    address = ray.get(workers[0].meeting_point.remote()) if num_workers > 1 else None
+    workers: list[Any] = [actor.remote() for _ in range(num_workers)]
+    address: Any = ray.get(workers[0].meeting_point.remote()) if num_workers > 1 else None
     ray.get(
         [
             worker.start.remote(replace(config, rank=rank, world_size=num_workers, init_method=address))
