@@ -87,5 +87,7 @@ def test_wheels_install_from_a_folder_and_the_app_finds_its_assets(dist, tmp_pat
     command(python, "-m", "pip", "install", "--quiet", "--find-links", dist, "flowgrpo", cwd=tmp_path)
     out = command(tmp_path / "venv" / "bin" / "flowgrpo", "--dry-run", cwd=tmp_path)
     assert "builtin:tiny_qwen_image" in out
-    for name in ("model-specs", "omni-rollout", "ray-trainer"):
-        command(python, "-c", example(name), cwd=tmp_path)
+    # One process, which imports torch and diffusers once; each example starts with empty hands.
+    examples = (example(name) for name in ("model-specs", "omni-rollout", "ray-trainer"))
+    script = "".join(f"exec({code!r}, {{'__name__': '__main__'}})\n" for code in examples)
+    command(python, "-c", script, cwd=tmp_path)
