@@ -106,6 +106,41 @@ def test_metrics_are_those_of_the_whole_batch_whatever_the_micro_batches(make_wo
         assert {name: found[size][name] for name in whole} == pytest.approx(whole, rel=1e-5, abs=1e-7), size
 
 
+OWN = """
+import torch
+from diffusion_losses import ElementLoss, LossSpec
+
+def own(config, model_output, data):
+    value = next(iter(model_output.values()))
+    objective = value.reshape(*data["own"].shape, -1).mean(-1) * data["own"]
+    return ElementLoss(objective, torch.ones_like(objective, dtype=torch.bool), {"actor/own": data["own"]})
+
+STEPS = LossSpec(own, "policy_gradient", reads=("own",))
+LEVELS = LossSpec("own_loss_of_a_worker_test:own", "forward_process", reads=("own",))
+"""
+
+
+@pytest.mark.parametrize(("name", "shape"), [("STEPS", (10,)), ("STEPS", (10, 2)), ("LEVELS", (10,))])
+def test_a_loss_reads_a_tensor_of_its_own_wherever_the_batch_is_cut(
+    make_worker: Any,
+    make_batch: Any,
+    name: str,
+    shape: tuple[int, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "own_loss_of_a_worker_test.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    data = make_batch(count=10)
+    data["old_log_probs"] = torch.zeros(10, 2)
+    config = DiffusionLossConfig(f"own_loss_of_a_worker_test:{name}")
+    with pytest.raises(EngineError, match="'own'"):
+        make_worker(config).train_mini_batch(data)
+    data["own"] = torch.rand(shape)
+    metrics = make_worker(config, shuffle=True).train_mini_batch(data)["metrics"]
+    assert metrics["actor/own"] == pytest.approx(float(data["own"].mean()), rel=1e-5)
+
+
 def test_left_out_samples_make_smaller_mini_batches_not_fewer(make_worker: Any, make_batch: Any) -> None:
     data = make_batch(count=3)
     data["old_log_probs"] = torch.zeros(3, 2)

@@ -2,6 +2,8 @@
 
 import errno
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import ray_trainer.trainer as loop
 import torch
 from flowgrpo.cli import APP as FLOWGRPO
 from ray.exceptions import RayTaskError
-from ray_trainer.cli import App, run
+from ray_trainer.cli import run
 from ray_trainer.errors import TrainerError
 from ray_trainer.failure import first_cause, is_out_of_memory, record_failure, words
 from safetensors.torch import load_file
@@ -245,12 +247,8 @@ def program(monkeypatch, tmp_path):
         monkeypatch.setattr(loop, "open_sampler", sampler)
         monkeypatch.setattr(loop, "Rollouts", lambda config, sampler: fakes)
 
-        def train(config):
-            trainer = Plain(config)
-            trainer.fit()
-            return 0
-
-        app = App("flowgrpo", "", FLOWGRPO.recipes, FLOWGRPO.default, FLOWGRPO.losses, train)
+        monkeypatch.setattr("ray_trainer.cli.ray_session", lambda config: nullcontext())
+        app = replace(FLOWGRPO, trainer=lambda config: Plain)
         folder = tmp_path / "run"
         small = ["trainer.total_steps=2", "trainer.save_every=1", "data.val_max_prompts=2", f"trainer.run_dir={folder}"]
         return run(app, [*small, *arguments]), folder

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ray_trainer.cli import App, run
 from ray_trainer.config import RunConfig
 
+if TYPE_CHECKING:
+    from ray_trainer.trainer import RayDiffusionTrainer
 
-def _train(config: RunConfig) -> int:
-    from ray_trainer.cluster import ray_session
 
-    from dpo_online.trainer import make_trainer
+def _trainer(config: RunConfig) -> type[RayDiffusionTrainer]:
+    from dpo_online.trainer import RayForwardProcessTrainer, RayOnlineDPOTrainer
 
-    with ray_session(config.ray):
-        make_trainer(config).fit()
-    return 0
+    return RayOnlineDPOTrainer if config.actor.diffusion_loss.spec.paired else RayForwardProcessTrainer
 
 
 APP = App(
@@ -24,8 +24,8 @@ APP = App(
     summary="forward-process RL for diffusion models (online Diffusion-DPO, DiffusionNFT, AWM)",
     recipes=Path(str(files("dpo_online") / "recipes")),
     default="tiny_dpo",
-    losses=("dpo", "diffusion_nft", "awm"),
-    train=_train,
+    family="forward_process",
+    trainer=_trainer,
 )
 
 

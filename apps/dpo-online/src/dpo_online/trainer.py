@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from diffusion_losses import make_pairs
 from ray_trainer import schema
-from ray_trainer.config import RunConfig
 from ray_trainer.step_metrics import Metrics
 from ray_trainer.trainer import RayDiffusionTrainer
 from tensordict import TensorDict
@@ -45,9 +44,3 @@ class RayForwardProcessTrainer(RayDiffusionTrainer):
         batch, metrics = self.compute_advantage(batch)
         schema.check(batch, ("final_latents", "advantages"), "compute_advantage")
         return batch, metrics
-
-
-def make_trainer(config: RunConfig) -> RayDiffusionTrainer:
-    """The trainer of the config's loss."""
-    pairs = config.actor.diffusion_loss.spec.paired
-    return RayOnlineDPOTrainer(config) if pairs else RayForwardProcessTrainer(config)

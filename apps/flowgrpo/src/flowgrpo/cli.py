@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ray_trainer.cli import App, run
 from ray_trainer.config import RunConfig
 
+if TYPE_CHECKING:
+    from ray_trainer.trainer import RayDiffusionTrainer
 
-def _train(config: RunConfig) -> int:
-    from ray_trainer.cluster import ray_session
 
+def _trainer(config: RunConfig) -> type[RayDiffusionTrainer]:
     from flowgrpo.trainer import RayFlowGRPOTrainer
 
-    with ray_session(config.ray):
-        RayFlowGRPOTrainer(config).fit()
-    return 0
+    return RayFlowGRPOTrainer
 
 
 APP = App(
@@ -24,8 +24,8 @@ APP = App(
     summary="policy-gradient RL for diffusion models (FlowGRPO and its family)",
     recipes=Path(str(files("flowgrpo") / "recipes")),
     default="tiny_flow_grpo",
-    losses=("flow_grpo", "dance_grpo", "mix_grpo", "grpo_guard", "flow_dppo", "gspo"),
-    train=_train,
+    family="policy_gradient",
+    trainer=_trainer,
 )
 
 

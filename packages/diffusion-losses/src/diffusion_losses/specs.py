@@ -12,9 +12,10 @@ entry-point group `diffusion_losses`.
 from __future__ import annotations
 
 import functools
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any
 
 from diffusion_losses.errors import LossError, unknown_name
@@ -31,8 +32,8 @@ class LossSpec:
     function: `f(config, model_output, data) -> ElementLoss`, or its import path "module:name".
     family: "policy_gradient" (needs a stochastic trajectory) or "forward_process" (needs clean latents only).
     reads: what it reads of `data` beside what its family always brings. "old_means", "old_velocity" and
-        "ref_velocity" are made by the trainer; any other name is a tensor [B, ...] of the batch (policy gradient: [B]
-        or [B, W, ...]) that the rollout or the algorithm writes.
+        "ref_velocity" are made by the trainer; any other name is a tensor of the batch that the rollout or the
+        algorithm writes: [B] or [B, W, ...] over a trajectory's steps, [B, ...] without one.
     paired: rows belong together in twos, winner and loser.
     joins_steps: it looks at all steps of a sample at once, so that they must come in one call, as [B, W].
     limit: the config field that bounds `ElementLoss.distance`: the loss's clip, in its own units; None without one.
@@ -59,11 +60,16 @@ class LossSpec:
         if self.paired and self.family == POLICY_GRADIENT:
             raise LossError("paired=True goes with family='forward_process': a trajectory has no partner at its noise")
 
+    @property
+    def replays(self) -> bool:
+        """Whether it scores the stored steps of a trajectory again, and does not noise clean latents."""
+        return self.family == POLICY_GRADIENT
+
     def load(self) -> Callable[..., Any]:
         """The function, imported where it is needed."""
         if not isinstance(self.function, str):
             return self.function
-        loaded: Callable[..., Any] = EntryPoint("loss", self.function, ENTRY_POINT_GROUP).load()
+        loaded: Callable[..., Any] = pkgutil.resolve_name(self.function)
         return loaded
 
 
@@ -126,7 +132,7 @@ def find_loss(name: str) -> LossSpec:
     if point is None and ":" not in name:
         raise unknown_name("loss_mode", name, known_losses(), "or give 'module:attribute' of a LossSpec")
     try:
-        found = (point or EntryPoint(name, name, ENTRY_POINT_GROUP)).load()
+        found = pkgutil.resolve_name(name) if point is None else point.load()
     except (ImportError, AttributeError, ValueError) as error:
         raise LossError(f"loss_mode={name!r} cannot be imported: {error}; is its folder on PYTHONPATH?") from error
     if not isinstance(found, LossSpec):

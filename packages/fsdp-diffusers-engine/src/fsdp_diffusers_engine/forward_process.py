@@ -38,9 +38,10 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
 
     Batch: ``final_latents`` [B, …] fp32 (clean), prompts as for the policy-gradient engine, ``sigmas`` [B, K+1] or
     [K+1] for levels from the sampler's schedule. ``advantages`` [B] for NFT and AWM; for DPO the rows come in pairs
-    (winner, loser, winner, loser, …: ``PairOutput.interleaved()``). Optional ``mask`` [B] or [B, W]. Non-tensor data:
-    ``noise_seed`` (different for every call that shall draw anew, equal on all ranks), ``micro_batch_size``,
-    ``height``, ``width`` … as :class:`~.batch.SamplingMeta`, optional ``global_count`` (elements; pairs for DPO).
+    (winner, loser, winner, loser, …: ``PairOutput.interleaved()``). What the loss's ``LossSpec.reads`` names of its own is
+    [B, …], the same at every level. Optional ``mask`` [B] or [B, W]. Non-tensor data: ``noise_seed``
+    (different for every call that shall draw anew, equal on all ranks), ``micro_batch_size``, ``height``, ``width`` … as
+    :class:`~.batch.SamplingMeta`, optional ``global_count`` (elements; pairs for DPO).
 
     The old policy is the state ``old`` when the model has one, else the present weights (then no forward is spent).
 
@@ -79,9 +80,12 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
         seed = batch.plain(data, "noise_seed")
         if seed is None:
             raise EngineError("the batch has no 'noise_seed'; put a number that changes with every update into it")
-        tensors = batch.select(data, ("final_latents", *batch.PROMPTS, *_PER_SAMPLE_OR_STEP), self.device)
+        own = losses.own_tensors(config, data)
+        tensors = batch.select(data, ("final_latents", *batch.PROMPTS, *_PER_SAMPLE_OR_STEP, *own), self.device)
         noise, sigma = self.draw(int(seed), x0, data["sigmas"] if "sigmas" in data.keys() else None, pairs)  # noqa: SIM118
         count, steps = sigma.shape
+        for key in own:  # one value, or one tensor, per sample: the same at every level
+            tensors[key] = tensors[key].unsqueeze(1).expand(count, steps, *tensors[key].shape[1:])
         tensors |= {"noise": noise.to(self.device), "sigma": sigma.to(self.device)}
         for key in _PER_SAMPLE_OR_STEP:
             if key in tensors and tensors[key].ndim == 1:
@@ -145,6 +149,7 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
                 target = inputs["noise"] - inputs["x0"]
                 return None, {"error": (velocity - target).square().flatten(1).mean(1), "sigma": inputs["sigma"]}
             row |= {key: micro_batch[key][:, index] for key in _PER_SAMPLE_OR_STEP if key in micro_batch}
+            row |= {key: micro_batch[key][:, index] for key in losses.own_tensors(config)}
             row |= {"x0": inputs["x0"], "noise": inputs["noise"], "x_t": inputs["latents"], "sigma": inputs["sigma"]}
             if config is not None and config.needs_old_velocity:
                 row.setdefault("old_velocity", velocity.detach())

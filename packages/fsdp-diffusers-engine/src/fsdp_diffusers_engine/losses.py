@@ -71,6 +71,17 @@ def config_of(loss_function: Any) -> DiffusionLossConfig | None:
     return config if hasattr(config, "loss_mode") else None
 
 
+def own_tensors(config: DiffusionLossConfig | None, data: Any = None) -> tuple[str, ...]:
+    """Names of the batch's tensors that only this loss reads; ``data``, when given, must have them."""
+    names = () if config is None else config.own_tensors
+    if data is not None:
+        from . import batch
+
+        for name in names:
+            batch.tensor(data, name, "the loss reads it: the agent loop or the algorithm's prepare_update writes it")
+    return names
+
+
 def joins_steps(config: DiffusionLossConfig | None) -> bool:
     """Whether the loss looks at a trajectory's steps together, so that they must be in one graph."""
     return config is not None and config.needs_trajectory

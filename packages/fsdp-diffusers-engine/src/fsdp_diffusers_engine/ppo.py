@@ -48,7 +48,8 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
     ``prompt_embeds`` [B, S, C] with ``prompt_embeds_mask`` [B, S] (or jagged), ``negative_prompt_embeds`` with mask
     when ``true_cfg_scale`` asks for them, ``pooled_prompt_embeds`` where the model takes them. For training:
     ``advantages`` [B] or [B, W], ``old_log_probs`` [B, W] (the rollout's own when absent), and what the loss needs of
-    ``old_means``, ``ref_means`` [B, W, …], ``step_weights`` [B, W], ``mask`` [B] or [B, W] (which elements count).
+    ``old_means``, ``ref_means`` [B, W, …], ``step_weights`` [B, W], ``mask`` [B] or [B, W] (which elements count), and the
+    tensors that the loss's ``LossSpec.reads`` names beside these, [B] or [B, W, …].
     Non-tensor data: ``micro_batch_size``, and the fields of :class:`~.batch.SamplingMeta`; optionally
     ``global_count``, the number of counted (sample, step) elements of the whole mini-batch over all ranks.
 
@@ -66,7 +67,8 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             batch.require_fp32(data[key], key)
         if training:
             batch.tensor(data, "advantages", "compute advantages before the update")
-        keys = (*_TRAJECTORY, *batch.PROMPTS, *((*_PER_STEP, *_PER_SAMPLE_OR_STEP) if training else ()))
+        of_samples = (*_PER_SAMPLE_OR_STEP, *losses.own_tensors(config, data))
+        keys = (*_TRAJECTORY, *batch.PROMPTS, *((*_PER_STEP, *of_samples) if training else ()))
         tensors = batch.select(data, keys, self.device)
         # The schedule stays on the CPU: its numbers are read there, and reading them from a GPU would wait for it.
         tensors |= {key: data[key].cpu() for key in ("step_index", "sigmas")}
@@ -74,8 +76,8 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         if tensors["sigmas"].ndim == 1:
             tensors["sigmas"] = tensors["sigmas"].expand(count, -1)
         for key, value in tensors.items():
-            per_step = key in ("next_latents", "step_index", *_PER_STEP, *_PER_SAMPLE_OR_STEP)
-            if key in _PER_SAMPLE_OR_STEP and value.ndim == 1:
+            per_step = key in ("next_latents", "step_index", *_PER_STEP, *of_samples)
+            if key in of_samples and value.ndim == 1:
                 tensors[key] = value[:, None].expand(count, steps)
             elif per_step and value.shape[:2] != (count, steps):
                 raise EngineError(
@@ -156,7 +158,8 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         outputs: list[dict[str, Any]] = []
         for index, row in zip(indices, rows, strict=True):
             inputs, output = self.replay_step(micro_batch, index)
-            row |= {key: micro_batch[key][:, index] for key in (*_PER_STEP, *_PER_SAMPLE_OR_STEP) if key in micro_batch}
+            wanted = (*_PER_STEP, *_PER_SAMPLE_OR_STEP, *losses.own_tensors(config))
+            row |= {key: micro_batch[key][:, index] for key in wanted if key in micro_batch}
             row |= {key: inputs[key] for key in ("sigma", "sigma_next", "next_latents")}
             outputs.append(output)
         if forward_only:

@@ -54,7 +54,7 @@ class TrainingWorker:
         parts = (actor.model_config, actor.fsdp_config, actor.optim, actor.checkpoint)
         self.engine: DiffusersFSDPEngine = (
             PPODiffusersFSDPEngine(*parts)
-            if actor.diffusion_loss.family == "policy_gradient"
+            if actor.diffusion_loss.spec.replays
             else ForwardProcessDiffusersFSDPEngine(*parts, forward_config=actor.forward_process)
         )
         self._ready = False

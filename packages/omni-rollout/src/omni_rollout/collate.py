@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from .agent_loop import DiffusionAgentLoopOutput
 
 _MISSING = object()
-#: Stacked as they are: the same shape in every row.
-_STACKED = ("latents", "next_latents", "step_index", "sigmas", "std", "means", "final_latents")
-_POOLED = ("pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 #: Padded at the right to the longest row, with their masks.
 _PADDED = ("prompt_embeds", "prompt_embeds_mask", "negative_prompt_embeds", "negative_prompt_embeds_mask")
 
@@ -50,10 +47,10 @@ def collate(
         raise MissingExtraError("agent loops need tensordict: pip install './packages/omni-rollout[ray]'") from error
     extras = [output.extra_fields for output in outputs]
     data: dict[str, Any] = {"responses": torch.stack([output.response_diffusion_output for output in outputs])}
-    for key in (*_STACKED, *_POOLED):
+    for key in _tensors(extras):
         values = _everywhere(key, extras)
         if values is not None:
-            data[key] = torch.stack(values)
+            data[key] = _stack(key, values)
     for key in _PADDED:
         values = _everywhere(key, extras)
         if values is not None:
@@ -94,6 +91,21 @@ def collate(
         keys = sorted({key for extra in extras for key in extra.get("reward_components", {})})
         batch.set_non_tensor("reward_extra_keys", keys)
     return batch
+
+
+def _tensors(extras: Sequence[dict[str, Any]]) -> list[str]:
+    """Names of all tensors that samples brought and that have one shape: a trajectory's, and any that a loop added."""
+    names = {key: None for extra in extras for key, value in extra.items() if isinstance(value, Tensor)}
+    return [key for key in names if key not in _PADDED]
+
+
+def _stack(key: str, values: list[Tensor]) -> Tensor:
+    shapes = {tuple(value.shape) for value in values}
+    if len(shapes) > 1:
+        raise RolloutError(
+            f"{key!r} has the shapes {sorted(shapes)} in one batch; give all samples tensors of one shape."
+        )
+    return torch.stack(values)
 
 
 def _everywhere(key: str, extras: Sequence[dict[str, Any]]) -> list[Any] | None:

@@ -6,29 +6,35 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ray_trainer.cluster import prepare_environment
+from diffusion_losses.specs import find_loss, known_losses
+
+from ray_trainer.cluster import prepare_environment, ray_session
 from ray_trainer.config import RunConfig, compose, to_yaml
 from ray_trainer.errors import Interrupted, TrainerError, TrainingFailed
 from ray_trainer.output import safe_output
 from ray_trainer.validate import validate_config
 from ray_trainer.values import expand
 
+if TYPE_CHECKING:
+    from ray_trainer.trainer import RayDiffusionTrainer
+
 
 @dataclass(frozen=True)
 class App:
     """What a program adds to the shared command line.
 
-    `recipes` is its folder of YAML files, `default` the recipe that runs without arguments, `losses` the loss modes that it can
-    train with, `train` runs a checked config.
+    `recipes` is its folder of YAML files, `default` the recipe that runs without arguments, `family` that of the losses it trains
+    with, `trainer` the class that runs a config unless `trainer.algorithm` names one.
     """
 
     name: str
     summary: str
     recipes: Path
     default: str
-    losses: tuple[str, ...]
-    train: Callable[[RunConfig], int]
+    family: str
+    trainer: Callable[[RunConfig], type[RayDiffusionTrainer]]
 
 
 MAIN_KEYS = """\
@@ -81,6 +87,21 @@ def parse(app: App, argv: list[str]) -> tuple[RunConfig | None, bool]:
     return compose(app.name, file, [a for a in pairs if not a.startswith("recipe=")]), dry_run
 
 
+def _algorithm(app: App, config: RunConfig) -> type[RayDiffusionTrainer]:
+    from ray_trainer.algorithms import find_algorithm
+
+    return find_algorithm(config, app.trainer)
+
+
+def _check_family(app: App, config: RunConfig) -> None:
+    loss = config.actor.diffusion_loss
+    if loss.family != app.family:
+        own = [name for name in known_losses() if find_loss(name).family == app.family]
+        raise TrainerError(
+            f"actor.diffusion_loss.loss_mode={loss.loss_mode!r} is a {loss.family} loss and none of {app.name}'s: {', '.join(own)}"
+        )
+
+
 def run(app: App, argv: list[str] | None = None) -> int:
     """The program: returns its exit code. Bad input is one line on stderr and exit code 2, with nothing written."""
     prepare_environment()
@@ -94,17 +115,17 @@ def _run(app: App, argv: list[str]) -> int:
         if config is None:
             print(help_text(app), end="")
             return 0
-        mode = config.actor.diffusion_loss.loss_mode
-        if mode not in app.losses:
-            raise TrainerError(
-                f"actor.diffusion_loss.loss_mode={mode!r} is none of {app.name}'s: {', '.join(app.losses)}"
-            )
+        _check_family(app, config)
         plan = validate_config(config)
+        if config.trainer.algorithm or config.algorithm.options:
+            _algorithm(app, config)  # the program's own is not imported for a check: it needs torch
         if dry_run:
             print(to_yaml(config) + "".join(f"# {line}\n" for line in plan), end="")
             return 0
         print("\n".join(plan), flush=True)
-        return app.train(config)
+        with ray_session(config.ray):
+            _algorithm(app, config)(config).fit()
+        return 0
     except (TrainerError, OSError) as error:
         print(f"{app.name}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

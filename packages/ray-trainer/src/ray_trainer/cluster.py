@@ -149,7 +149,8 @@ def ray_session(config: RayConfig) -> Iterator[None]:
         return
     address = cluster_address(config)
     env: dict[str, Any] = {
-        "runtime_env": {"env_vars": dict(ENVIRONMENT)},
+        # PYTHONPATH: where a person's own losses, algorithms and rewards are; on another machine they lie in the same place.
+        "runtime_env": {"env_vars": ENVIRONMENT | {k: os.environ[k] for k in ("PYTHONPATH",) if os.environ.get(k)}},
         "log_to_driver": False,
         "logging_level": "ERROR",
     }

@@ -21,6 +21,7 @@ from omni_rollout.config import DiffusionRolloutConfig
 from yaml import MappingNode, Node, ScalarNode
 
 from ray_trainer.assets import resolve
+from ray_trainer.doors import importable
 from ray_trainer.errors import TrainerError
 from ray_trainer.ranges import check_ranges
 from ray_trainer.values import (
@@ -126,12 +127,16 @@ class AlgorithmConfig:
     step_fraction: float = 1.0
     """Share of the window's steps that a sample trains, chosen anew for each; DanceGRPO trains 0.6 of them."""
     old_policy: OldPolicyConfig = field(default_factory=OldPolicyConfig)
+    options: dict[str, Any] = field(default_factory=dict)
+    """What an algorithm of one's own (`trainer.algorithm`) reads, by the names in its `OPTIONS`."""
 
 
 @dataclass
 class LoopConfig:
     """The loop: how long, how often, where."""
 
+    algorithm: str = ""
+    """The trainer's class: empty for the program's own, an installed one's name, "module:Class" or "./file.py:Class"."""
     total_steps: int = 100
     val_before_train: bool = True
     val_every: int = 50
@@ -207,6 +212,14 @@ def known_keys(schema: type = RunConfig, prefix: str = "") -> Mapping[str, Any]:
     return keys
 
 
+OPTIONS = {
+    "reward.name": "reward.options",
+    "actor.diffusion_loss.loss_mode": "actor.diffusion_loss.options",
+    "trainer.algorithm": "algorithm.options",
+}
+"""Keys that name something, and the options that go with it alone."""
+DOORS = ("trainer.algorithm", "actor.diffusion_loss.loss_mode")
+"""Keys that may name what a person wrote, as "module:attribute" or "./file.py:attribute"."""
 PATHS = ("trainer.run_dir", "model.path", "model.lora_adapter_path", "data.train_file", "data.val_file", "reward.name")
 """Keys in which `~` and `$HOME` mean what they mean to a shell."""
 
@@ -237,7 +250,7 @@ def _read(name: str, node: Node | str, source: str) -> Any:
         value = convert(kind, node, name, source)
         if name in PATHS and value is not None and not isinstance(value, Reference):
             value = expand(value) if isinstance(value, str) else [expand(str(one)) for one in value]
-        return value
+        return importable(name, value) if name in DOORS and not isinstance(value, Reference) else value
     if isinstance(node, str):
         node = parse_yaml(node, name)
     if isinstance(node, ScalarNode) and node.value in ("null", "~") and NoneType in get_args(kind):
@@ -270,14 +283,32 @@ def _load_recipe(file: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """One layer of config over another. Options belong to their reward, and a validation file to its training file: another one
-    does not get them."""
-    name = above.get("reward", {}).get("name")
-    if name is not None and name != below.get("reward", {}).get("name") and "reward" in below:
-        below = below | {"reward": below["reward"] | {"options": {}}}
+    """One layer of config over another. Options belong to what they are of, and a validation file to its training file: another
+    reward, loss, algorithm or training file does not get them."""
+    for name, options in OPTIONS.items():
+        chosen = _at(above, name)
+        if chosen is not None and chosen != _at(below, name):
+            below = _without(below, options)
     if "train_file" in above.get("data", {}):
         below = _merge(below, {"data": {"val_file": ""}})
     return _merge(below, above)
+
+
+def _at(tree: Any, key: str) -> Any:
+    """The value of a dotted key, None where a layer does not have it."""
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def _without(tree: dict[str, Any], key: str) -> dict[str, Any]:
+    """The tree without a dotted key."""
+    first, _, rest = key.partition(".")
+    if not isinstance(tree, dict) or first not in tree:
+        return tree
+    if not rest:
+        return {name: value for name, value in tree.items() if name != first}
+    return tree | {first: _without(tree[first], rest)}
 
 
 def _merge(below: Any, above: Any) -> Any:

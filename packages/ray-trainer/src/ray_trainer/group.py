@@ -70,7 +70,7 @@ class WorkerGroup:
         size, on which the last bits depend: there no micro-batch may be smaller than the others.
         """
         actor, multiple = self.config.actor, unit * self.size
-        if actor.diffusion_loss.family == "forward_process" or self.config.algorithm.old_log_probs == "rollout":
+        if not actor.diffusion_loss.spec.replays or self.config.algorithm.old_log_probs == "rollout":
             return multiple
         mini_batches = updates_per_step(self.config) // actor.ppo_epochs
         return multiple * actor.ppo_micro_batch_size_per_gpu * mini_batches

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from diffusion_losses import group_advantages
@@ -58,11 +59,15 @@ class RayDiffusionTrainer(ABC):
 
     def __init__(self, config: RunConfig, echo: Callable[[str], None] = print):
         self.config, self.echo = config, echo
+        self.options = {**self.OPTIONS, **config.algorithm.options}
         loop, data = config.trainer, config.data
         train, held_out = load_prompt_sets(data)
         self.prompts = PromptSampler(train, data.prompts_per_step, loop.seed)
         self.val_prompts = held_out[: data.val_max_prompts]
         self.inputs = {"data.train_file": self.prompts.prompts, "data.val_file": held_out}
+
+    OPTIONS: ClassVar[dict[str, Any]] = {}
+    """Names and defaults of an algorithm's own options; `self.options` is these with what `algorithm.options` gives."""
 
     # ---- the hook of an algorithm -------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ def check_algorithm(config: RunConfig) -> None:
     _check_policy_states(config)
     _check_guidance(config)
     spec = config.actor.diffusion_loss.spec
-    if spec.family == "policy_gradient":
+    if spec.replays:
         _check_window(config)
     if spec.paired:
         _check_pairs(config)
@@ -62,7 +62,7 @@ def _check_policy_states(config: RunConfig) -> None:
         old.decay_rate >= 0 and 0 <= old.decay_max <= 1,
         f"algorithm.old_policy needs decay_rate >= 0 and decay_max in 0 … 1, not {old.decay_rate} and {old.decay_max}",
     )
-    if loss.family == "policy_gradient":
+    if loss.spec.replays:
         require(
             sampler == "default",
             f"rollout.rollout_adapter={sampler!r} with loss_mode={loss.loss_mode}: its ratios need samples of the trained policy, "
@@ -111,7 +111,7 @@ def check_experts(config: RunConfig, index: Mapping[str, Any]) -> None:
     if index.get("boundary_ratio") is None or config.trainer.num_workers == 1:
         return
     causes = {
-        f"loss_mode={loss.loss_mode} draws a noise level for each sample": loss.family == "forward_process",
+        f"loss_mode={loss.loss_mode} draws a noise level for each sample": not loss.spec.replays,
         f"algorithm.step_fraction={share} draws steps for each sample": share < 1,
     }
     for cause, holds in causes.items():

@@ -123,7 +123,7 @@ class ActorRolloutRefWorker:
         for key, value in asdict(rollout.pipeline).items():
             if value is not None:
                 data.set_non_tensor(key, value)
-        if self.config.actor.diffusion_loss.family == "forward_process":
+        if not self.config.actor.diffusion_loss.spec.replays:
             data.set_non_tensor(
                 "true_cfg_scale", 1.0
             )  # these losses match the conditional velocity, however it was sampled

@@ -1,0 +1,42 @@
+"""What a person brings in a file of their own: named in the config by "module:attribute" or "./file.py:attribute".
+
+A file becomes a module that this process and the workers import by name: its folder joins `PYTHONPATH`, which Ray's processes
+get. So a package that offers such a door needs to know "module:attribute" and entry points alone, which Python loads itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from ray_trainer.errors import TrainerError
+from ray_trainer.values import expand
+
+
+def importable(key: str, name: str) -> str:
+    """`name` in a form that every process can import: "./file.py:attribute" becomes "file:attribute".
+
+    Raises:
+        TrainerError: there is no such file, its name is no module's, or another module has that name.
+    """
+    place, colon, attribute = expand(name).rpartition(":")
+    if not (colon and place.endswith(".py")):
+        return name
+    file = Path(place).resolve()
+    if not file.is_file():
+        raise TrainerError(f"{key}={name!r}: there is no file {file}")
+    if not file.stem.isidentifier():
+        raise TrainerError(f"{key}={name!r}: {file.stem!r} is no name for a Python module; rename the file")
+    folder, module = str(file.parent), file.stem
+    if folder not in sys.path:
+        sys.path.append(folder)
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if folder not in known:
+        os.environ["PYTHONPATH"] = os.pathsep.join([one for one in known if one] + [folder])
+    found = find_spec(module)
+    if found is None or found.origin is None or Path(found.origin).resolve() != file:
+        where = None if found is None else found.origin
+        raise TrainerError(f"{key}={name!r}: {module!r} is the name of another module ({where}); rename the file")
+    return f"{module}:{attribute}"

@@ -1,0 +1,138 @@
+"""A loss and an algorithm from files of one's own, outside the repository: the real program on real Ray."""
+
+import json
+import os
+import sys
+
+import pytest
+from flowgrpo.cli import APP
+from ray_trainer.cli import run
+
+LOSS = '''
+import torch
+from diffusion_losses import ElementLoss, LossSpec
+
+
+def weighed(config, model_output, data):
+    """REINFORCE on the stored steps, each sample weighed by a tensor that only this loss reads."""
+    power = config.options.get("power", 1.0)
+    ratio = (model_output["log_probs"] - data["old_log_probs"]).exp()
+    objective = -data["importance"] ** power * data["advantages"] * ratio
+    means = {"actor/importance": data["importance"]}
+    return ElementLoss(objective, torch.ones_like(objective, dtype=torch.bool), means, ratio.detach())
+
+
+WEIGHED = LossSpec(weighed, "policy_gradient", reads=("importance",), options=("power",))
+NOT_A_SPEC = 3
+'''
+
+ALGORITHM = '''
+from typing import ClassVar
+
+from flowgrpo.trainer import RayFlowGRPOTrainer
+
+
+class Weighing(RayFlowGRPOTrainer):
+    """FlowGRPO whose later samples of a prompt count more."""
+
+    OPTIONS: ClassVar[dict] = {"floor": 0.5, "unused": None}
+
+    def prepare_update(self, batch, step):
+        batch = batch.copy()
+        batch["importance"] = self.options["floor"] + batch["index"].float()
+        data, metrics = super().prepare_update(batch, step)
+        return data, metrics | {"weighing/floor": self.options["floor"]}
+
+
+class Stranger:
+    pass
+'''
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The folder of the two files; what naming them does to this process is undone."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own_loss_of_a_test.py").write_text(LOSS)
+    (folder / "own_algorithm_of_a_test.py").write_text(ALGORITHM)
+    (folder / "json.py").touch()
+    (folder / "my-loss.py").touch()
+    with pytest.MonkeyPatch.context() as kept:
+        kept.setattr("sys.path", [*sys.path])
+        kept.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+        yield folder
+
+
+@pytest.fixture
+def own(place):
+    """What names them on the command line."""
+    return [
+        f"actor.diffusion_loss.loss_mode={place}/own_loss_of_a_test.py:WEIGHED",
+        f"trainer.algorithm={place}/own_algorithm_of_a_test.py:Weighing",
+        "actor.diffusion_loss.ref_kl_coef=0",
+    ]
+
+
+def test_a_loss_with_a_tensor_of_its_own_and_an_algorithm_with_an_option_of_its_own_train(
+    own, start, small, metric_rows, tmp_path
+):
+    folder = tmp_path / "run"
+    options = ["algorithm.options.floor=2.5", "actor.diffusion_loss.options={power: 2}", "algorithm.flat_groups=keep"]
+    steps = ["trainer.total_steps=2", "trainer.val_every=2"]
+    done = start("flowgrpo", *small, *own, *options, *steps, f"trainer.run_dir={folder}").wait()
+    assert done.code == 0, done.err[-4000:]
+    assert done.left_over == []
+    rows = metric_rows(folder)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert row["weighing/floor"] == 2.5
+        assert row["actor/importance"] == pytest.approx(2.5 + 3.5)  # eight samples a prompt: 0 … 7
+        assert row["actor/grad_norm"] > 0
+    resolved = (folder / "config.yaml").read_text()
+    assert "own_loss_of_a_test:WEIGHED" in resolved
+    assert json.loads((folder / "checkpoints" / "latest.json").read_text()) == {"step": 2}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["actor.diffusion_loss.options={powr: 2}"], "did you mean 'power'"),
+        (["algorithm.options={flor: 2}"], "did you mean 'floor'"),
+        (["actor.diffusion_loss.loss_mode=HERE/own_loss_of_a_test.py:NOT_A_SPEC"], "LossSpec"),
+        (["actor.diffusion_loss.loss_mode=HERE/own_loss_of_a_test.py:MISSING"], "MISSING"),
+        (["actor.diffusion_loss.loss_mode=HERE/nowhere.py:MINE"], "no file"),
+        (["actor.diffusion_loss.loss_mode=flow_grop"], "did you mean 'flow_grpo'"),
+        (["actor.diffusion_loss.loss_mode=diffusion_nft"], "none of flowgrpo's"),
+        (["trainer.algorithm=HERE/own_algorithm_of_a_test.py:Stranger"], "RayDiffusionTrainer"),
+        (["trainer.algorithm=no_such_module:Thing"], "no_such_module"),
+        (["trainer.algorithm=thing"], "module:Class"),
+        (["trainer.algorithm=HERE/json.py:Thing"], "rename the file"),
+        (["trainer.algorithm=HERE/my-loss.py:Thing"], "rename the file"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line_and_nothing_starts(own, place, wrong, words, tmp_path, capsys):
+    folder = tmp_path / "run"
+    wrong = [one.replace("HERE", str(place)) for one in wrong]
+    assert run(APP, [*own, *wrong, f"trainer.run_dir={folder}"]) == 2
+    said = capsys.readouterr()
+    assert words in said.err
+    assert said.err.count("\n") == 1
+    assert not folder.exists()
+
+
+def test_options_belong_to_the_loss_and_the_algorithm_that_they_were_given_with(own, tmp_path, capsys):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "base: builtin:tiny\n"
+        f"actor: {{diffusion_loss: {{loss_mode: '{own[0].partition('=')[2]}', options: {{power: 2}}}}}}\n"
+        f"trainer: {{algorithm: '{own[1].partition('=')[2]}'}}\nalgorithm: {{options: {{floor: 1}}}}\n"
+    )
+    assert run(APP, [f"recipe={recipe}", "--dry-run"]) == 0
+    assert "power: 2" in capsys.readouterr().out
+    assert (
+        run(APP, [f"recipe={recipe}", "actor.diffusion_loss.loss_mode=flow_grpo", "trainer.algorithm=", "--dry-run"])
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert "power: 2" not in said
+    assert "floor:" not in said
