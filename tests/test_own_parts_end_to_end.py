@@ -7,6 +7,7 @@ import sys
 import pytest
 from flowgrpo.cli import APP
 from ray_trainer.cli import run
+from ray_trainer.doors import FOLDERS
 
 LOSS = '''
 import torch
@@ -55,11 +56,11 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     (folder / "own_loss_of_a_test.py").write_text(LOSS)
     (folder / "own_algorithm_of_a_test.py").write_text(ALGORITHM)
-    (folder / "json.py").touch()
+    (folder / "json.py").touch()  # as people have them: it must not stand in the way of the real one
     (folder / "my-loss.py").touch()
     with pytest.MonkeyPatch.context() as kept:
         kept.setattr("sys.path", [*sys.path])
-        kept.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+        kept.setenv(FOLDERS, os.environ.get(FOLDERS, ""))
         yield folder
 
 

@@ -134,7 +134,7 @@ def find_loss(name: str) -> LossSpec:
     try:
         found = pkgutil.resolve_name(name) if point is None else point.load()
     except (ImportError, AttributeError, ValueError) as error:
-        raise LossError(f"loss_mode={name!r} cannot be imported: {error}; is its folder on PYTHONPATH?") from error
+        raise LossError(f"loss_mode={name!r} cannot be imported: {error}") from error
     if not isinstance(found, LossSpec):
         raise LossError(f"loss_mode={name!r} is a {type(found).__name__}; give a diffusion_losses.LossSpec")
     return found

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_trainer.config import RayConfig
+from ray_trainer.doors import FOLDERS
 from ray_trainer.errors import TrainerError
 
 # Read when Ray is imported. Without the first, Ray's uv hook starts every worker through `uv run` with an uploaded copy of the
@@ -149,8 +150,8 @@ def ray_session(config: RayConfig) -> Iterator[None]:
         return
     address = cluster_address(config)
     env: dict[str, Any] = {
-        # PYTHONPATH: where a person's own losses, algorithms and rewards are; on another machine they lie in the same place.
-        "runtime_env": {"env_vars": ENVIRONMENT | {k: os.environ[k] for k in ("PYTHONPATH",) if os.environ.get(k)}},
+        # Where a person's own files are; on another machine they lie in the same place.
+        "runtime_env": {"env_vars": ENVIRONMENT | {FOLDERS: os.environ.get(FOLDERS, "")}},
         "log_to_driver": False,
         "logging_level": "ERROR",
     }

@@ -1,7 +1,8 @@
 """What a person brings in a file of their own: named in the config by "module:attribute" or "./file.py:attribute".
 
-A file becomes a module that this process and the workers import by name: its folder joins `PYTHONPATH`, which Ray's processes
-get. So a package that offers such a door needs to know "module:attribute" and entry points alone, which Python loads itself.
+A file becomes a module that this process and the workers import by name: its folder is searched last, after everything that is
+installed (`PYTHONPATH` would put it first, and a `json.py` in it would break Ray). So a package that offers such a door needs to
+know "module:attribute" and entry points alone, which Python loads itself.
 """
 
 from __future__ import annotations
@@ -13,6 +14,14 @@ from pathlib import Path
 
 from ray_trainer.errors import TrainerError
 from ray_trainer.values import expand
+
+FOLDERS = "RAY_TRAINER_FOLDERS"
+"""Environment variable with the folders of a person's own files, for the processes that Ray starts."""
+
+
+def search_folders() -> None:
+    """Let this process import what `importable` named in the driver."""
+    sys.path += [one for one in os.environ.get(FOLDERS, "").split(os.pathsep) if one and one not in sys.path]
 
 
 def importable(key: str, name: str) -> str:
@@ -30,11 +39,10 @@ def importable(key: str, name: str) -> str:
     if not file.stem.isidentifier():
         raise TrainerError(f"{key}={name!r}: {file.stem!r} is no name for a Python module; rename the file")
     folder, module = str(file.parent), file.stem
-    if folder not in sys.path:
-        sys.path.append(folder)
-    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if folder not in known:
-        os.environ["PYTHONPATH"] = os.pathsep.join([one for one in known if one] + [folder])
+    known = os.environ.get(FOLDERS, "")
+    if folder not in known.split(os.pathsep):
+        os.environ[FOLDERS] = f"{known}{os.pathsep}{folder}".lstrip(os.pathsep)
+    search_folders()
     found = find_spec(module)
     if found is None or found.origin is None or Path(found.origin).resolve() != file:
         where = None if found is None else found.origin
