@@ -15,7 +15,7 @@ from omni_rollout.types import GenerationRequest
 from ray_trainer import schema
 from ray_trainer.config import compose
 from ray_trainer.errors import TrainerError
-from ray_trainer.group import LockstepHandle, fill_up
+from ray_trainer.group import LockstepHandle, WorkerGroup, fill_up
 from ray_trainer.validate_algorithm import check_algorithm, check_experts
 from tensordict import NonTensorStack, TensorDict
 
@@ -144,6 +144,19 @@ def test_what_is_left_deals_out_evenly_and_the_filling_counts_nowhere(left, work
     assert len(filled) % workers == 0
     counted = filled["mask"] if "mask" in filled.keys() else torch.ones(len(filled), dtype=torch.bool)  # noqa: SIM118
     assert filled["row"][counted].tolist() == list(range(left))
+
+
+def test_old_log_probs_are_scored_in_batches_of_the_updates_size():
+    """Two workers, two mini-batches, micro-batches of 12: no batch of another shape may come up, whatever was dropped."""
+
+    def multiple(*changes):
+        group = WorkerGroup.__new__(WorkerGroup)
+        small = ["actor.ppo_micro_batch_size_per_gpu=12", "trainer.num_workers=2"]
+        group.config, group.size = compose("flowgrpo", RECIPES / "tiny_flow_grpo.yaml", [*small, *changes]), 2
+        return group._deal(1)
+
+    assert multiple("algorithm.old_log_probs=trainer") == 2 * 2 * 12
+    assert multiple("algorithm.old_log_probs=rollout") == 2
 
 
 def noted(metrics, **changes):
