@@ -143,3 +143,24 @@ def test_loops_are_registered_by_name(config, batch, arithmetic_backend):
 def test_missing_columns_are_named(config, arithmetic_backend):
     with pytest.raises(RolloutConfigError, match="no 'uid'"):
         asyncio.run(worker_of(config, arithmetic_backend()).generate_sequences(TensorDict({}, batch_size=[1])))
+
+
+def test_a_tensor_that_a_loop_adds_comes_out_as_a_column(config, batch, arithmetic_backend):
+    """A loss may read it: nothing between the loop and the loss has a list of names."""
+    shapes = {0: (2,), 1: (2,)}
+
+    @register("test_weighing_agent")
+    class Loop(DiffusionAgentLoop):
+        async def run(self, sampling_params, **kwargs):
+            inner = get_agent_loop("diffusion_single_turn_agent")(self.config, self.client)
+            output = await inner.run(sampling_params, **kwargs)
+            output.extra_fields["importance"] = torch.full(shapes[kwargs["index"]], 1.0 + kwargs["index"])
+            return output
+
+    batch["agent_name"] = NonTensorStack(*["test_weighing_agent"] * 4)
+    out = asyncio.run(worker_of(config, arithmetic_backend()).generate_sequences(batch))
+    assert out["importance"].shape == (4, 2)
+    assert out["importance"][:, 0].tolist() == (1.0 + out["index"]).tolist()
+    shapes[1] = (3,)
+    with pytest.raises(RolloutError, match="'importance' has the shapes"):
+        asyncio.run(worker_of(config, arithmetic_backend()).generate_sequences(batch))
