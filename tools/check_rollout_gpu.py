@@ -26,7 +26,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 CPU = os.environ.get("OMNI_ROLLOUT_CPU") == "1"
@@ -81,7 +80,7 @@ class Model:
             tensor_model_parallel_size=split,
         )  # fmt: skip
         config = DiffusionRolloutConfig(backend="vllm_omni", dtype=dtype, vllm_omni=settings)
-        self.server = vLLMOmniHttpServer(config, SimpleNamespace(path=self.path, algorithm="flow_grpo"))
+        self.server = vLLMOmniHttpServer(config, self.path)
 
     def load_trainer(self) -> None:
         """The embedded backend: the trainer's transformer, and the same requests drawn without an engine."""
@@ -92,70 +91,66 @@ class Model:
     def requests(self, **changes: Any) -> list[Any]:
         """Two groups of four."""
         from omni_rollout.types import GenerationRequest
+        from sde_samplers import SamplerSettings
 
         fields: dict[str, Any] = {
-            "seed": 7, "height": 64, "width": 64, "num_inference_steps": 8, "max_sequence_length": 48, "kind": "flow_sde",
-            "noise_level": 0.7, "window": (1, 3, 5), "true_cfg_scale": 3.0, "negative_prompt": "blurry",
+            "height": 64, "width": 64, "num_inference_steps": 8, "max_sequence_length": 48, "kind": "flow_sde",
+            "noise_level": 0.7, "window": (1, 3, 5), "true_cfg_scale": 3.0,
         }  # fmt: skip
-        fields |= {**MODELS[self.name], **changes}
+        adapter = changes.pop("adapter", "default")
+        settings = SamplerSettings(**{**fields, **MODELS[self.name], **changes})
         prompts = ("three red circles on a black background", "one blue square")
         return [
             GenerationRequest(
-                request_id=f"{self.name}-{i}", uid=f"u{i // 4}", index=i % 4, prompt=prompts[i // 4], **fields
+                f"{self.name}-{i}",
+                f"u{i // 4}",
+                i % 4,
+                prompts[i // 4],
+                7,
+                settings,
+                negative_prompt="blurry",
+                adapter=adapter,
             )
             for i in range(8)
         ]
 
-    def conditions(self, outputs: Sequence[Any], prefix: str = "") -> Any:
-        """The engine's own embeddings, padded as a trainer's batch is; None where there are none."""
+    def conditions(self, samples: Any, prefix: str = "") -> Any:
+        """The engine's own embeddings on the device; None where there are none."""
         from model_specs import PromptEmbeds
-        from torch.nn.utils.rnn import pad_sequence
 
-        extras = [output.extra_fields for output in outputs]
-        if f"{prefix}prompt_embeds" not in extras[0]:
-            return None
-        embeds, mask = (
-            pad_sequence([e[f"{prefix}{key}"] for e in extras], batch_first=True).to(self.device)
-            for key in ("prompt_embeds", "prompt_embeds_mask")
-        )
-        return PromptEmbeds(embeds, mask, self.stack(extras, f"{prefix}pooled_prompt_embeds"))
+        names = (f"{prefix}{key}" for key in ("prompt_embeds", "prompt_embeds_mask", "pooled_prompt_embeds"))
+        embeds, mask, pooled = (samples.get(name, None) for name in names)
+        return None if embeds is None else PromptEmbeds(embeds, mask, pooled).to(self.device)
 
-    def stack(self, extras: Sequence[dict[str, Any]], key: str) -> Any:
-        """A field of all samples [B, …] on the device."""
-        import torch
-
-        return None if extras[0].get(key) is None else torch.stack([extra[key] for extra in extras]).to(self.device)
-
-    def replay(self, requests: Sequence[Any], outputs: Sequence[Any], rows: int = 8) -> dict[str, Any]:
+    def replay(self, requests: Sequence[Any], samples: Any, rows: int = 8) -> dict[str, Any]:
         """The trajectory scored by the trainer, `rows` samples at a time, against what the engine recorded."""
         import torch
         from omni_rollout.noise import generators_of
         from sde_samplers import SigmaSchedule, Trajectory, default_form, draw_noise, initial_noise, replay
 
         gaps, shifts = list[Any](), list[Any]()
-        for start in range(0, len(outputs), rows):
-            batch, part = requests[start : start + rows], outputs[start : start + rows]
-            extras, first = [output.extra_fields for output in part], batch[0]
+        for start in range(0, len(requests), rows):
+            batch, part = requests[start : start + rows], samples[start : start + rows]
+            settings, schedule = batch[0].settings, SigmaSchedule(part["sigmas"][0])
             names = ("latents", "next_latents", "step_index", "std")
-            scores = torch.stack([output.log_probs for output in part])
+            scores = part["rollout_log_probs"]
             trajectory = Trajectory(
-                **{name: self.stack(extras, name) for name in names}, sigmas=extras[0]["sigmas"],
-                log_probs=scores, final=self.stack(extras, "final_latents"),
-                schedule_hash=extras[0]["schedule_hash"], kind=first.kind, noise_level=first.noise_level,
-                log_prob_form=default_form(first.kind),
+                **{name: part[name].to(self.device) for name in names}, sigmas=schedule.sigmas,
+                log_probs=scores, final=part["final_latents"].to(self.device), schedule_hash=schedule.hash,
+                kind=settings.kind, noise_level=settings.noise_level, log_prob_form=default_form(settings.kind),
             )  # fmt: skip
             cond, negative = self.conditions(part), self.conditions(part, "negative_")
-            size = {"height": first.height, "width": first.width, "num_frames": first.num_frames}
-            scales = {"true_cfg_scale": first.true_cfg_scale, "guidance_scale": first.guidance_scale}
+            options = ("height", "width", "num_frames", "true_cfg_scale", "guidance_scale")
+            told = {name: getattr(settings, name) for name in options}
 
-            def velocity(x: Any, sigma: Any, c: Any = cond, n: Any = negative, options: Any = scales | size) -> Any:
+            def velocity(x: Any, sigma: Any, c: Any = cond, n: Any = negative, options: Any = told) -> Any:
                 return self.trainer.spec.velocity(self.trainer.transformer, x, sigma, c, negative=n, **options)
 
             # The engine's means follow from its noise, which depends on seed, uid and index alone.
             generators = generators_of(batch)
             initial_noise(generators, tuple(trajectory.final.shape[1:]))
-            with torch.no_grad(), self.trainer._sampling(first.adapter):
-                steps = list(replay(velocity, trajectory, SigmaSchedule(extras[0]["sigmas"])))
+            with torch.no_grad(), self.trainer._sampling(batch[0].adapter):
+                steps = list(replay(velocity, trajectory, schedule))
             for w, step in enumerate(steps):
                 assert step.log_prob is not None
                 gaps.append((step.log_prob.cpu() - scores[:, w]).abs())
@@ -189,10 +184,10 @@ class Model:
         found: dict[str, Any] = {}
         for kind in ("flow_sde", "flow_cps"):
             requests = self.requests(kind=kind)
-            outputs = await self.server.generate_sequences(requests)
+            outputs = await self.server.generate(requests)
             found[kind] = self.replay(requests, outputs)
             found[f"{kind}_one_by_one"] = self.replay(requests, outputs, rows=1)
-            found["engine_batch"] = outputs[0].extra_fields["batch_size"]
+            found["engine_batch"] = int(outputs["batch_rows"][0])
         measured = [value for value in found.values() if isinstance(value, dict)]
         sde = [found["flow_sde"], found["flow_sde_one_by_one"]]
         good = all(value["mean_shift_max_std"] <= shift_limit for value in sde)
@@ -209,11 +204,10 @@ class Model:
         }
         for name, changes in settings.items():
             requests = self.requests(**changes)
-            ours, theirs = await self.server.generate_sequences(requests), self.trainer.generate(requests)
-            pairs = [(a.extra_fields, b.extra_fields) for a, b in zip(ours, theirs, strict=True)]
-            far = max(float((a["final_latents"] - b["final_latents"]).abs().max()) for a, b in pairs)
-            found[name] = {"final_latents_max": far, "forwards": pairs[0][0]["forwards"]}
-            found["good"] &= all(a["forwards"] == b["forwards"] for a, b in pairs)
+            ours, theirs = await self.server.generate(requests), self.trainer.generate(requests)
+            far = float((ours["final_latents"] - theirs["final_latents"]).abs().max())
+            found[name] = {"final_latents_max": far, "forwards": float(ours["forwards"][0])}
+            found["good"] &= bool((ours["forwards"] == theirs["forwards"]).all())
             found["good"] &= far <= (1e-2 if self.dtype.itemsize == 4 else 2.0)  # bf16: a rounding error may grow
         return found
 
@@ -222,7 +216,7 @@ class Model:
         from lora_sync import verify
 
         requests, seconds = self.requests(), []
-        base = await self.server.generate_sequences(requests)
+        base = await self.server.generate(requests)
         finals, versions = [base], []
         for version in (1, 2, 3, 4):
             payload = self.payload(version, seed=version)
@@ -230,23 +224,20 @@ class Model:
             verify(payload, await self.server.update_lora(payload))
             seconds.append(time.perf_counter() - start)
             if version in (1, 4):
-                finals.append(await self.server.generate_sequences(requests))
-                versions.append(finals[-1][0].extra_fields["policy_version"])
+                finals.append(await self.server.generate(requests))
+                versions.append(int(finals[-1]["policy_version"][0]))
         self.trainer.update_lora(payload)
         parity = self.replay(requests, finals[-1])
         other = self.payload(4, seed=9)
         verify(other, await self.server.update_lora(other, "old"))
-        finals.append(await self.server.generate_sequences(self.requests(adapter="old")))
+        finals.append(await self.server.generate(self.requests(adapter="old")))
         for adapter in ("default", "old"):
             await self.server.remove_lora(adapter)
         self.trainer.remove_lora()
-        gone = await self.server.generate_sequences(requests)
+        gone = await self.server.generate(requests)
 
-        def apart(a: Sequence[Any], b: Sequence[Any]) -> float:
-            pairs = zip(a, b, strict=True)
-            return min(
-                float((x.extra_fields["final_latents"] - y.extra_fields["final_latents"]).abs().max()) for x, y in pairs
-            )
+        def apart(a: Any, b: Any) -> float:
+            return float((a["final_latents"] - b["final_latents"]).abs().flatten(1).amax(1).min())
 
         changed = min(apart(finals[i], finals[j]) for i in range(4) for j in range(i))
         back = equal_pictures(base, gone)
@@ -274,20 +265,20 @@ class Model:
         from omni_rollout.errors import LifecycleError
 
         requests = self.requests()
-        before, refused = await self.server.generate_sequences(requests), False
+        before, refused = await self.server.generate(requests), False
         free = [self.free_gb()]
         start = time.perf_counter()
         await self.server.sleep(level=1)
         times = [time.perf_counter() - start]
         free.append(self.free_gb())
         try:
-            await self.server.generate_sequences(requests[:1])
+            await self.server.generate(requests[:1])
         except LifecycleError:
             refused = True
         start = time.perf_counter()
         await self.server.wake_up()
         times.append(time.perf_counter() - start)
-        after = await self.server.generate_sequences(requests)
+        after = await self.server.generate(requests)
         equal = equal_pictures(before, after)
         return {
             "good": equal and refused, "equal_pictures": equal, "refused_asleep": refused,
@@ -301,9 +292,9 @@ class Model:
         return 0.0 if CPU else torch.cuda.mem_get_info()[0] / 1e9
 
 
-def equal_pictures(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+def equal_pictures(ours: Any, theirs: Any) -> bool:
     """To the last bit."""
-    return all(bool((a.diffusion_output == b.diffusion_output).all()) for a, b in zip(ours, theirs, strict=True))
+    return bool((ours["responses"] == theirs["responses"]).all())
 
 
 async def run_one(name: str, dtype: str, split: str = "1") -> None:

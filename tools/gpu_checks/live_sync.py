@@ -26,7 +26,6 @@ import uuid
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ASSETS = Path(__file__).parents[2] / "packages/ray-trainer/src/ray_trainer/assets/tiny_qwen_image"
@@ -92,20 +91,19 @@ async def serve(path: str, channel: str, pipe: Connection) -> None:
     from omni_rollout.config import DiffusionRolloutConfig, VllmOmniConfig
     from omni_rollout.types import GenerationRequest
     from omni_rollout.vllm_omni.server import vLLMOmniHttpServer
+    from sde_samplers import SamplerSettings
 
     settings = VllmOmniConfig(enforce_eager=True, enable_sleep_mode=False)
     config = DiffusionRolloutConfig(dtype="bfloat16" if CUDA else "float32", vllm_omni=settings)
     spent = watched()
-    server = vLLMOmniHttpServer(config, SimpleNamespace(path=path, algorithm="flow_grpo"))
+    server = vLLMOmniHttpServer(config, path)
     started = await server.launch_server()
-    request = GenerationRequest(
-        request_id="r", uid="u", index=0, seed=1, prompt="one red circle", height=64, width=64, num_inference_steps=2,
-        kind="flow_sde", noise_level=0.7, window=(0,),
-    )  # fmt: skip
+    drawn = SamplerSettings(64, 64, num_inference_steps=2, kind="flow_sde", noise_level=0.7, window=(0,))
+    request = GenerationRequest("r", "u", 0, "one red circle", seed=1, settings=drawn)
 
     async def latents(number: int) -> Any:
-        output = await server.generate_one(request.replace(request_id=f"r{number}"))
-        return output.extra_fields["final_latents"].float()
+        samples = await server.generate([request.replace(request_id=f"r{number}")])
+        return samples["final_latents"][0].float()
 
     pipe.send({"started_s": started})
     with end_of(channel, "receiver") as transport:

@@ -6,20 +6,22 @@ import hashlib
 import os
 import socket
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import cloudpickle
 import pytest
 import torch
 from omni_rollout.config import DiffusionRolloutConfig, RouterConfig, VllmOmniConfig
 from omni_rollout.fleet import Fleet
-from omni_rollout.lifecycle import Lifecycle
-from omni_rollout.replica import DiffusersReplica, LocalHandle
-from omni_rollout.types import DiffusionOutput, GenerationRequest, aborted
+from omni_rollout.remote import typed_error
+from omni_rollout.replica import DiffusersReplica, Replica
+from omni_rollout.samples import in_order, stacked
+from omni_rollout.types import GenerationRequest
 from omni_rollout.vllm_omni.replica import vLLMOmniReplica
 from omni_rollout.vllm_omni.server import vLLMOmniHttpServer
+from sde_samplers import SamplerSettings
 
 TINY = Path(__file__).resolve().parents[2] / "ray-trainer" / "src" / "ray_trainer" / "assets" / "tiny_qwen_image"
 
@@ -39,71 +41,75 @@ def make_request():
     """Builds requests with the defaults of the tiny policy; uid, index and id follow from the number."""
 
     def make(number: int = 0, **changes) -> GenerationRequest:
+        """`changes` of the request or of its settings."""
         fields = {
             "request_id": f"r{number}", "uid": f"u{number // 4}", "index": number % 4, "seed": 7,
-            "prompt": "three red circles on a black background", "height": 64, "width": 64, "num_inference_steps": 6,
-            "kind": "flow_sde", "noise_level": 0.7, "window": (0, 1),
+            "prompt": "three red circles on a black background",
         }  # fmt: skip
-        return GenerationRequest(**{**fields, **changes})
+        settings = {
+            "height": 64, "width": 64, "num_inference_steps": 6, "kind": "flow_sde", "noise_level": 0.7, "window": (0, 1),
+        }  # fmt: skip
+        for name, value in changes.items():
+            (settings if name in SamplerSettings.__dataclass_fields__ else fields)[name] = value
+        return GenerationRequest(**fields, settings=SamplerSettings(**settings))
 
     return make
 
 
-class ArithmeticBackend:
+class ArithmeticReplica(Replica):
     """Pictures are a hash of (seed, uid, index). It can be told to fail, hang or die, which is all the router sees."""
 
-    def __init__(self, name: str = "a", delay: float = 0.0):
-        self.name, self.delay = name, delay
-        self.lifecycle = Lifecycle()
-        self.lifecycle.load()
-        self.lifecycle.loaded()
+    def __init__(self, name: str = "a", delay: float = 0.0, batch_size: int = 8):
+        self.name, self.delay, self.batch_size, self.remote = f"replica-{name}", delay, batch_size, None
         self.calls: list[list[str]] = []
-        self.errors: list[BaseException] = []
+        self.errors: list[Exception] = []
         self.cancelled: set[str] = set()
-        self.hang = 0.0
+        self.hang, self.version = 0.0, 0
+        self._turn = asyncio.Semaphore(1)
 
-    @property
-    def policy_version(self):
-        return self.lifecycle.policy_version
+    async def generate(self, requests):
+        async with self._turn:  # one batch after the other, as a backend works
+            self.calls.append([r.request_id for r in requests])
+            if self.errors:
+                raise typed_error(self.name, self.errors.pop(0))
+            await asyncio.sleep(self.hang + self.delay)
+            return stacked([self.row(r) for r in requests])
 
-    def generate_sequences(self, requests):
-        self.calls.append([r.request_id for r in requests])
-        if self.errors:
-            raise self.errors.pop(0)
-        time.sleep(self.hang + self.delay)
-        return [self._one(r) for r in requests]
-
-    def _one(self, request):
-        if request.request_id in self.cancelled:
-            return aborted(request, self.policy_version)
+    def row(self, request):
         word = hashlib.sha256(f"{request.seed}|{request.uid}|{request.index}".encode()).digest()
         picture = torch.tensor(list(word[:12]), dtype=torch.uint8).view(3, 2, 2)
-        latents = picture.float()
-        W = len(request.window)
-        extra = {
-            "latents": latents.expand(W, 3, 2, 2), "next_latents": latents.expand(W, 3, 2, 2) + 1,
-            "step_index": torch.tensor(request.window), "std": torch.ones(W), "final_latents": latents,
-            "sigmas": torch.linspace(1, 0, request.num_inference_steps + 1),
-            "prompt_embeds": torch.ones(len(request.prompt.split()), 5),
-            "prompt_embeds_mask": torch.ones(len(request.prompt.split())).bool(),
-            "policy_version": self.policy_version, "seed": request.seed, "schedule_hash": "h", "batch_size": 1,
-            "forwards": 6.0,
+        latents, settings = picture.float(), request.settings
+        W, words = len(settings.window), len(request.prompt.split())
+        row = {
+            "responses": picture, "final_latents": latents, "sigmas": torch.linspace(1, 0, settings.num_inference_steps + 1),
+            "policy_version": torch.tensor(self.version), "forwards": torch.tensor(6.0), "batch_rows": torch.tensor(1),
         }  # fmt: skip
-        return DiffusionOutput(picture, torch.arange(W).float(), "completed", 0, extra)
+        if request.return_trajectory:
+            row |= {
+                "latents": latents.expand(W, 3, 2, 2), "next_latents": latents.expand(W, 3, 2, 2) + 1,
+                "step_index": torch.tensor(settings.window), "std": torch.ones(W), "rollout_log_probs": torch.arange(W).float(),
+                "prompt_embeds": torch.ones(words, 5), "prompt_embeds_mask": torch.ones(words).bool(),
+            }  # fmt: skip
+        return row
 
-    def update_lora(self, payload, adapter="default"):
-        self.lifecycle.policy_version = payload
-        return payload
+    async def update_lora(self, payload, adapter="default"):
+        self.version = payload
 
-    def abort(self, request_ids):
+    async def update_weights(self, named, version):
+        raise NotImplementedError
+
+    async def abort(self, request_ids):
         self.cancelled |= set(request_ids)
         return len(request_ids)
 
+    async def close(self):
+        pass
+
 
 @pytest.fixture
-def arithmetic_backend():
+def arithmetic_replica():
     """The class, so that a test can make several."""
-    return ArithmeticBackend
+    return ArithmeticReplica
 
 
 @pytest.fixture(scope="session")
@@ -128,37 +134,80 @@ def cluster():
     cluster.shutdown()
 
 
+class InProcess:
+    """A backend of this process where a replica has a `Remote`."""
+
+    def __init__(self, backend):
+        self.backend, self.name = backend, "in-process"
+        self.thread = ThreadPoolExecutor(max_workers=1)  # calls run one after the other, as in an actor
+
+    async def call(self, method, *args, **kwargs):
+        work = partial(getattr(self.backend, method.__name__), *args, **kwargs)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+        except Exception as error:
+            raise typed_error(self.name, error) from error
+
+    async def aside(self, method, *args):
+        return getattr(self.backend, method.__name__)(*args)
+
+
 @pytest.fixture(scope="session")
-def embedded(tiny):
-    """The tiny policy in this process, as a replica; `.backend` is the backend itself."""
+def backend(tiny):
+    """The tiny policy in this process."""
     from omni_rollout.diffusers_backend import DiffusersBackend
 
-    backend = DiffusersBackend.from_pretrained(tiny)
-    replica = DiffusersReplica(LocalHandle(backend), 8)
-    replica.backend = backend
+    return DiffusersBackend.from_pretrained(tiny, max_batch_size=8)
+
+
+@pytest.fixture(scope="session")
+def embedded(backend):
+    """The same behind the face of a replica."""
+    replica = DiffusersReplica(None, 8)
+    replica.remote = InProcess(backend)
     return replica
+
+
+@pytest.fixture(scope="session")
+def collect():
+    """All samples of a client's stream, in the order of the requests."""
+
+    async def collect(client, requests):
+        return in_order([chunk async for chunk in client.stream(requests)])
+
+    return collect
 
 
 @pytest.fixture
 def draw(runner):
-    """Samples of several requests that are in flight together."""
+    """Samples of one call to a replica, one by one."""
+    return lambda replica, requests: list(runner.run(replica.generate(requests)))
 
-    def draw(client, requests):
+
+@pytest.fixture
+def draw_apart(runner):
+    """Samples of several calls that are in flight together, for requests of different shapes."""
+
+    def draw_apart(replica, requests):
         async def together():
-            return await asyncio.gather(*(client.generate(request) for request in requests))
+            return await asyncio.gather(*(replica.generate([request]) for request in requests))
 
-        return runner.run(together())
+        return [samples[0] for samples in runner.run(together())]
 
-    return draw
+    return draw_apart
 
 
 @pytest.fixture(scope="session")
 def difference():
-    """Largest absolute difference of two outputs, over the tensors that they have."""
+    """Largest absolute difference of two samples, over the tensors that they have; prompts without their padding."""
+
+    def of(sample, key):
+        mask = sample.get(f"{key}_mask", None)
+        return sample[key] if mask is None else sample[key][mask]
 
     def difference(a, b, keys=("latents", "next_latents", "std", "sigmas", "final_latents")):
-        present = [key for key in keys if key in a.extra_fields or key in b.extra_fields]
-        return max(float((a.extra_fields[key] - b.extra_fields[key]).abs().max()) for key in present)
+        present = [key for key in keys if a.get(key, None) is not None or b.get(key, None) is not None]
+        return max(float((of(a, key) - of(b, key)).abs().max()) for key in present)
 
     return difference
 
@@ -184,27 +233,27 @@ def adapter():
 class LendingServer(vLLMOmniHttpServer):
     """A real engine that can also lend its process, in which vLLM is imported, and be told to fail."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self._arguments = args
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._arguments = args, options
 
     async def tour(self, stops):
         """Engines of other models, one after the other in this process, and what each answered; then its own again."""
         await self.shutdown()
         answers = {name: await self._visit(**stop) for name, stop in stops.items()}
-        self.__init__(*self._arguments)
+        self.__init__(*self._arguments[0], **self._arguments[1])
         await self.launch_server()
         return answers
 
-    async def _visit(self, path, requests, payload, weights, stepwise):
+    async def _visit(self, path, calls, payload, weights, stepwise):
         settings = dataclasses.replace(self.config.vllm_omni, step_execution=stepwise, openai_port=None)
         config = dataclasses.replace(self.config, vllm_omni=settings)
-        server = vLLMOmniHttpServer(config, SimpleNamespace(path=path, algorithm="flow_grpo"))
+        server = vLLMOmniHttpServer(config, path)
         await server.launch_server()
         try:
-            base = await server.generate_sequences(requests)
+            base = [await server.generate(requests) for requests in calls]
             lora = await server.update_lora(payload)
-            adapted = await server.generate_sequences(requests)
+            adapted = [await server.generate(requests) for requests in calls]
             return {"base": base, "lora": lora, "adapted": adapted, "weights": await server.update_weights(weights, 2)}
         finally:
             await server.shutdown()
@@ -222,6 +271,12 @@ class LendingServer(vLLMOmniHttpServer):
 
 
 @pytest.fixture(scope="session")
+def server():
+    """The class in the fleet's actors, for calls by its methods."""
+    return LendingServer
+
+
+@pytest.fixture(scope="session")
 def fleet(cluster, tiny, runner):
     """One replica of a real engine on the CPU platform, for all tests of a process."""
     os.environ["OMNI_ROLLOUT_CPU"] = "1"
@@ -235,7 +290,7 @@ def fleet(cluster, tiny, runner):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vLLMOmniReplica, "server_class", LendingServer)
-        fleet = runner.run(Fleet.launch(config, SimpleNamespace(path=tiny), cpus=0.5))
+        fleet = runner.run(Fleet.launch(config, tiny, cpus=0.5))
         yield fleet
         runner.run(fleet.close())
 

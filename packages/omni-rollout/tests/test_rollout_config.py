@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from omni_rollout.config import DiffusionPipelineConfig, DiffusionRolloutAlgoConfig, DiffusionRolloutConfig
 from omni_rollout.errors import RolloutConfigError
-from omni_rollout.sampling import resolve_sampling, window_steps
+from omni_rollout.sampling import resolve_settings, window_steps
 
 
 def test_config_imports_without_torch_or_anything_heavy():
@@ -69,25 +70,27 @@ def test_fixed_progressive_and_default_windows():
         window_steps(DiffusionRolloutAlgoConfig(sde_window_range=[0, 7]), 6)
 
 
-def test_resolved_sampling_uses_validation_values_and_overrides():
-    config = DiffusionRolloutConfig(pipeline=DiffusionPipelineConfig(num_inference_steps=6))
+def test_training_and_validation_have_their_own_settings():
+    algo = DiffusionRolloutAlgoConfig(solver="dpm2", shared_noise=True, tail_ratio=0.5, sde_window_size=2)
+    config = DiffusionRolloutConfig(pipeline=DiffusionPipelineConfig(num_inference_steps=6), algo=algo)
     config.val_kwargs.pipeline.num_inference_steps = 28
-    train, val = resolve_sampling(config), resolve_sampling(config, validate=True)
-    assert (train["num_inference_steps"], train["kind"], train["return_trajectory"]) == (6, "flow_sde", True)
-    assert (val["num_inference_steps"], val["kind"], val["window"], val["return_trajectory"]) == (28, "ode", (), False)
-    assert resolve_sampling(config, {"window": (2,), "noise_level": 0.3})["window"] == (2,)
-    assert resolve_sampling(config, {"kind": "ode"})["window"] == ()
-    with pytest.raises(RolloutConfigError, match="heigth"):
-        resolve_sampling(config, {"heigth": 3})
-
-
-def test_each_side_has_its_own_solver_and_validation_draws_with_what_is_trained():
-    algo = DiffusionRolloutAlgoConfig(sde_type="ode", solver="dpm2", shared_noise=True, tail_ratio=0.5)
-    config = DiffusionRolloutConfig(algo=algo, rollout_adapter="old")
-    train, val = resolve_sampling(config), resolve_sampling(config, validate=True)
-    names = ("solver", "shared_noise", "tail_ratio", "adapter")
-    assert [train[name] for name in names] == ["dpm2", True, 0.5, "old"]
-    assert [val[name] for name in names] == ["euler", False, 1.0, "default"]
     config.val_kwargs.algo.solver = "dpm3"
-    assert resolve_sampling(config, validate=True)["solver"] == "dpm3"
-    assert resolve_sampling(config, {"tail_ratio": 1.0, "adapter": "default"})["tail_ratio"] == 1.0
+    train, val = resolve_settings(config), resolve_settings(config, validate=True)
+    names = ("num_inference_steps", "kind", "solver", "shared_noise", "tail_ratio")
+    assert [getattr(train, name) for name in names] == [6, "flow_sde", "dpm2", True, 0.5]
+    assert [getattr(val, name) for name in names] == [28, "ode", "dpm3", False, 1.0]
+    assert (len(train.window), val.window) == (2, ())
+
+
+def test_every_setting_of_the_pipeline_arrives():
+    sizes = {"height": 48, "width": 32, "num_inference_steps": 7, "true_cfg_scale": 2.5, "max_sequence_length": 99}
+    pipeline = DiffusionPipelineConfig(**sizes, guidance_scale=3.5, num_frames=5)
+    settings = resolve_settings(DiffusionRolloutConfig(pipeline=pipeline))
+    assert all(
+        getattr(settings, f.name) == getattr(pipeline, f.name) for f in fields(pipeline) if f.name != "negative_prompt"
+    )
+
+
+def test_no_noise_is_an_ode():
+    settings = resolve_settings(DiffusionRolloutConfig(algo=DiffusionRolloutAlgoConfig(noise_level=0)))
+    assert (settings.kind, settings.window, settings.noise_level) == ("ode", (), 0.0)

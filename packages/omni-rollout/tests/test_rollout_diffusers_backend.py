@@ -6,15 +6,9 @@ import pytest
 import torch
 from omni_rollout.backend import RolloutBackend
 from omni_rollout.diffusers_backend import DiffusersBackend
-from omni_rollout.errors import LifecycleError, RolloutConfigError, SyncError
+from omni_rollout.errors import AbortedError, LifecycleError, RolloutConfigError, SyncError
 from sde_samplers import Trajectory, replay
 from sde_samplers.logprob import gaussian_log_prob
-
-
-@pytest.fixture(scope="module")
-def backend(tiny):
-    return DiffusersBackend.from_pretrained(tiny, max_batch_size=16)
-
 
 PROMPTS = ["three red circles on a black background", "one blue square on a white background"]
 
@@ -29,78 +23,68 @@ def test_it_follows_the_protocol(backend):
 
 
 def test_means_come_when_they_are_asked_for(backend, make_request):
-    plain, asked = (backend.generate(requests_of(make_request, return_means=ask))[0] for ask in (False, True))
-    assert "means" not in plain.extra_fields
-    trace = asked.extra_fields
+    plain, asked = (backend.generate(requests_of(make_request, return_means=ask)) for ask in (False, True))
+    assert "means" not in plain.keys()  # noqa: SIM118 - `in` on a TensorDict means something else
+    trace = asked[0]
     again = gaussian_log_prob(trace["next_latents"], trace["means"], trace["std"])
-    torch.testing.assert_close(again, asked.log_probs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(again, trace["rollout_log_probs"], rtol=0, atol=1e-6)
 
 
 def test_equal_calls_are_bitwise_equal_and_seeds_matter(backend, make_request):
     first, again = (backend.generate(requests_of(make_request)) for _ in range(2))
-    for a, b in zip(first, again, strict=True):
-        assert torch.equal(a.diffusion_output, b.diffusion_output)
-        for name in ("latents", "next_latents", "final_latents", "std", "sigmas", "prompt_embeds"):
-            assert torch.equal(a.extra_fields[name], b.extra_fields[name])
-        assert torch.equal(a.log_probs, b.log_probs)
+    assert set(first.keys()) == set(again.keys())
+    assert all(torch.equal(first[key], again[key]) for key in first.keys())  # noqa: SIM118
     others = backend.generate(requests_of(make_request, seed=8))
-    assert all(
-        not torch.equal(a.extra_fields["latents"], b.extra_fields["latents"])
-        for a, b in zip(first, others, strict=True)
-    )
-    pictures = {bytes(a.diffusion_output.numpy().tobytes()) for a in first}
+    assert all(not torch.equal(a, b) for a, b in zip(first["latents"], others["latents"], strict=True))
+    pictures = {picture.numpy().tobytes() for picture in first["responses"]}
     assert len(pictures) == 8  # every sample of a group differs
 
 
 def test_a_sample_does_not_depend_on_its_batch(backend, make_request):
     requests = requests_of(make_request)
     together = backend.generate(requests)
-    alone = [backend.generate([request])[0] for request in reversed(requests)][::-1]
-    for a, b in zip(together, alone, strict=True):
-        assert a.extra_fields["batch_size"] == 8
-        assert b.extra_fields["batch_size"] == 1
-        assert (a.extra_fields["final_latents"] - b.extra_fields["final_latents"]).abs().max() <= 1e-4
-        assert torch.equal(a.extra_fields["latents"][0], b.extra_fields["latents"][0])  # the noise is exactly the same
+    alone = [backend.generate([request]) for request in reversed(requests)][::-1]
+    assert together["batch_rows"].tolist() == [8] * 8
+    for i, one in enumerate(alone):
+        assert one["batch_rows"].tolist() == [1]
+        assert (together["final_latents"][i] - one["final_latents"][0]).abs().max() <= 1e-4
+        assert torch.equal(together["latents"][i, 0], one["latents"][0, 0])  # the noise is exactly the same
 
 
 def test_windows_and_noise_levels_of_one_call_are_each_right(backend, make_request):
-    changes = [{"window": (0, 1)}, {"window": (2, 4)}, {"noise_level": 0.3}, {"kind": "ode", "window": ()}]
+    changes = [{"window": (0, 1)}, {"window": (2, 4)}, {"noise_level": 0.3}]
     requests = [make_request(i, uid="same", index=0, **change) for i, change in enumerate(changes)]
     mixed = backend.generate(requests)
-    for request, output in zip(requests, mixed, strict=True):
-        alone = backend.generate([request])[0]
-        assert torch.allclose(output.extra_fields["final_latents"], alone.extra_fields["final_latents"], atol=1e-4)
-        if request.window:
-            assert output.extra_fields["step_index"].tolist() == list(request.window)
-            assert torch.allclose(output.extra_fields["std"], alone.extra_fields["std"])
-    assert mixed[3].log_probs is None
-    assert "latents" not in mixed[3].extra_fields
-    assert mixed[0].extra_fields["std"][0] / mixed[2].extra_fields["std"][0] == pytest.approx(0.7 / 0.3)
+    for i, request in enumerate(requests):
+        alone = backend.generate([request])
+        assert torch.allclose(mixed["final_latents"][i], alone["final_latents"][0], atol=1e-4)
+        assert mixed["step_index"][i].tolist() == list(request.settings.window)
+        assert torch.allclose(mixed["std"][i], alone["std"][0])
+    assert mixed["std"][0, 0] / mixed["std"][2, 0] == pytest.approx(0.7 / 0.3)
+    with pytest.raises(RolloutConfigError, match="do not hold the same keys"):
+        backend.generate([requests[0], make_request(9, kind="ode", window=())])
 
 
-def test_shapes_and_dtypes_of_one_output(backend, make_request):
-    output = backend.generate([make_request()])[0]
-    extra = output.extra_fields
-    assert (output.diffusion_output.dtype, tuple(output.diffusion_output.shape)) == (torch.uint8, (3, 64, 64))
-    assert tuple(extra["latents"].shape) == tuple(extra["next_latents"].shape) == (2, 16, 64)
-    assert (tuple(extra["sigmas"].shape), float(extra["sigmas"][-1])) == ((7,), 0.0)
-    assert extra["prompt_embeds"].shape[0] == extra["prompt_embeds_mask"].shape[0]
-    assert (output.stop_reason, output.num_preempted, extra["policy_version"], extra["seed"]) == ("completed", 0, 0, 7)
-    slim = backend.generate([make_request(return_trajectory=False)])[0].extra_fields
-    assert "latents" not in slim
-    assert "prompt_embeds" not in slim
+def test_shapes_and_dtypes_of_one_call(backend, make_request):
+    samples = backend.generate([make_request()])
+    assert (samples["responses"].dtype, tuple(samples["responses"].shape)) == (torch.uint8, (1, 3, 64, 64))
+    assert tuple(samples["latents"].shape) == tuple(samples["next_latents"].shape) == (1, 2, 16, 64)
+    assert (tuple(samples["sigmas"].shape), float(samples["sigmas"][0, -1])) == ((1, 7), 0.0)
+    assert samples["prompt_embeds"].shape[:2] == samples["prompt_embeds_mask"].shape
+    assert (samples["policy_version"].tolist(), samples["forwards"].tolist()) == ([0], [6.0])
+    slim = backend.generate([make_request(return_trajectory=False)])
+    assert not {"latents", "prompt_embeds"} & set(slim.keys())
 
 
 def test_a_trajectory_replays_to_the_same_log_probs(backend, make_request):
     requests = requests_of(make_request)
-    outputs = backend.generate(requests)
-    extras = [o.extra_fields for o in outputs]
-    stacked = {k: torch.stack([e[k] for e in extras]) for k in ("latents", "next_latents", "step_index", "std")}
-    schedule = backend._schedule(requests[0])
+    samples = backend.generate(requests)
+    schedule = backend._schedule(requests[0].settings)
+    assert torch.equal(schedule.sigmas, samples["sigmas"][0])
     trajectory = Trajectory(
-        **stacked, sigmas=extras[0]["sigmas"], log_probs=torch.stack([o.log_probs for o in outputs]),
-        final=torch.stack([e["final_latents"] for e in extras]), schedule_hash=extras[0]["schedule_hash"],
-        kind="flow_sde", noise_level=0.7, log_prob_form="density",
+        **{name: samples[name] for name in ("latents", "next_latents", "step_index", "std")},
+        sigmas=samples["sigmas"][0], log_probs=samples["rollout_log_probs"], final=samples["final_latents"],
+        schedule_hash=schedule.hash, kind="flow_sde", noise_level=0.7, log_prob_form="density",
     )  # fmt: skip
     cond = backend.encoder.encode([r.prompt for r in requests], 512)
 
@@ -133,22 +117,24 @@ def test_ode_pictures_equal_the_stock_pipeline(backend, tiny, make_request):
         }
         latents = pipe(**kwargs, output_type="latent").images[0]
         picture = torch.from_numpy(pipe(**kwargs, output_type="np").images[0]).permute(2, 0, 1)
-        assert (ours.extra_fields["final_latents"] - latents).abs().max() <= 1e-5
-        assert (ours.diffusion_output - (picture * 255).round()).abs().max() <= 1
+        assert (ours["final_latents"] - latents).abs().max() <= 1e-5
+        assert (ours["responses"] - (picture * 255).round()).abs().max() <= 1
 
 
 def test_an_edit_starts_from_the_given_picture(backend, make_request):
-    first = backend.generate([make_request()])[0].extra_fields["final_latents"]
+    first = backend.generate([make_request()])["final_latents"][0]
     edit = make_request(
         1, prompt=PROMPTS[1], init_latents=first, start_step=4, window=(4,), uid="edit", index=0, noise_level=0.5
     )
     output = backend.generate([edit])[0]
-    late = backend.generate([edit.replace(start_step=5, window=(5,), kind="flow_cps")])[0]
-    far = (output.extra_fields["final_latents"] - first).abs().mean()
-    near = (late.extra_fields["final_latents"] - first).abs().mean()
+    late = backend.generate([edit.replace(settings=edit.settings.replace(start_step=5, window=(5,), kind="flow_cps"))])[
+        0
+    ]
+    far = (output["final_latents"] - first).abs().mean()
+    near = (late["final_latents"] - first).abs().mean()
     assert near < far  # less noise, less change
-    assert output.extra_fields["step_index"].tolist() == [4]
-    assert output.extra_fields["sigmas"].shape == (7,)
+    assert output["step_index"].tolist() == [4]
+    assert output["sigmas"].shape == (7,)
     with pytest.raises(RolloutConfigError, match="init_latents"):
         backend.generate([make_request(init_latents=torch.zeros(3), start_step=2, window=(2,))])
 
@@ -160,11 +146,11 @@ def test_full_weights_by_name_with_checksum(tiny, make_request):
     receipt = backend.update_weights(((n, v * 1.01) for n, v in original.items()), version=3)
     assert (receipt.version, receipt.tensors_sent, receipt.tensors_bound) == (3, len(original), len(original))
     after = backend.generate([make_request()])[0]
-    assert after.extra_fields["policy_version"] == 3
-    assert (after.extra_fields["final_latents"] - before.extra_fields["final_latents"]).abs().max() > 1e-3
+    assert after["policy_version"] == 3
+    assert (after["final_latents"] - before["final_latents"]).abs().max() > 1e-3
     back = backend.update_weights(original.items(), version=4)
     assert back.checksum != receipt.checksum
-    assert torch.equal(backend.generate([make_request()])[0].diffusion_output, before.diffusion_output)
+    assert torch.equal(backend.generate([make_request()])["responses"][0], before["responses"])
     with pytest.raises(SyncError, match=r"'transformer\.nothing' has no parameter"):
         backend.update_weights([("transformer.nothing", torch.zeros(1))], version=5)
     with pytest.raises(LifecycleError, match="no weights were synced"):
@@ -175,7 +161,7 @@ def test_lora_is_bound_with_a_receipt_and_changes_the_latents(tiny, make_request
     from lora_sync import LoRAPayload, verify
 
     backend = DiffusersBackend.from_pretrained(tiny)
-    base = backend.generate([make_request()])[0].extra_fields["final_latents"]
+    base = backend.generate([make_request()])["final_latents"][0]
     modules = [f"transformer_blocks.{i}.attn.{name}" for i in range(4) for name in ("to_q", "to_out.0", "add_q_proj")]
     g = torch.Generator().manual_seed(0)
 
@@ -189,11 +175,11 @@ def test_lora_is_bound_with_a_receipt_and_changes_the_latents(tiny, make_request
     first, second = payload(1, 0.2), payload(2, 0.2)
     verify(first, backend.update_lora(first))
     one = backend.generate([make_request()])[0]
-    assert one.extra_fields["policy_version"] == 1
-    assert (one.extra_fields["final_latents"] - base).abs().max() > 1e-3
+    assert one["policy_version"] == 1
+    assert (one["final_latents"] - base).abs().max() > 1e-3
     verify(second, backend.update_lora(second), previous_version=1)
-    two = backend.generate([make_request()])[0].extra_fields["final_latents"]
-    assert (two - one.extra_fields["final_latents"]).abs().max() > 1e-3
+    two = backend.generate([make_request()])["final_latents"][0]
+    assert (two - one["final_latents"]).abs().max() > 1e-3
     original = {
         n.replace(".base_layer", ""): v for n, v in backend.transformer.state_dict().items() if "lora_" not in n
     }
@@ -222,17 +208,24 @@ def test_states_and_abort(tiny, make_request):
     with pytest.raises(LifecycleError, match="paused"):
         backend.generate([make_request()])
     backend.resume()
-    assert torch.equal(backend.generate([make_request()])[0].diffusion_output, before.diffusion_output)
+    assert torch.equal(backend.generate([make_request()])["responses"][0], before["responses"])
 
-    results = []
-    requests = requests_of(make_request, 16)
-    thread = threading.Thread(target=lambda: results.extend(backend.generate(requests)))
+    errors = []
+
+    def run():
+        try:
+            backend.generate(requests_of(make_request, 16, num_inference_steps=40))
+        except AbortedError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=run)
     thread.start()
-    while backend.health().in_flight == 0 or not backend._running:
+    while not backend._running:
         pass
-    backend.abort([r.request_id for r in requests[8:]])
+    assert backend.abort(["r15", "nobody"]) == 1
     thread.join()
-    assert [o.stop_reason for o in results] == ["completed"] * 8 + ["aborted"] * 8
+    assert errors == ["1 of 4 samples of a batch were cancelled."]
+    backend.generate([make_request(15)])  # the name is free again
     assert backend.abort() == 0
     assert backend.health().in_flight == 0
 

@@ -4,32 +4,37 @@ import asyncio
 import types
 
 import pytest
+import torch
 from omni_rollout import fleet as fleet_module
 from omni_rollout.config import DiffusionRolloutConfig, RouterConfig
-from omni_rollout.errors import RolloutError
+from omni_rollout.errors import ReplicaDeadError, RolloutError
 from omni_rollout.fleet import Fleet
 from omni_rollout.placement import Node
-from omni_rollout.replica import DiffusersReplica, LocalHandle
+from omni_rollout.replica import Replica
+from omni_rollout.samples import stacked
 
 
 def payload(version, name):
     return types.SimpleNamespace(version=version, name=name)
 
 
-class Target:
-    """A backend that keeps a diary."""
+class Diary(Replica):
+    """A replica that keeps a diary."""
 
     def __init__(self, number, gate=None):
         self.number, self.diary, self.dead, self.gate = number, [], False, gate
+        self.name, self.batch_size, self.remote = f"diary-{number}", 64, None
 
-    async def generate_sequences(self, requests):
+    def _alive(self):
         if self.dead:
-            raise ConnectionError("gone")
-        return [types.SimpleNamespace(stop_reason="completed", number=self.number) for _ in requests]
+            raise ReplicaDeadError("gone")
+
+    async def generate(self, requests):
+        self._alive()
+        return stacked([{"policy_version": torch.tensor(self.number)} for _ in requests])
 
     async def update_lora(self, payload, adapter="default"):
-        if self.dead:
-            raise ConnectionError("gone")
+        self._alive()
         if self.gate:
             await self.gate.wait()
         self.diary.append((adapter, payload.version))
@@ -38,12 +43,14 @@ class Target:
         self.diary.append(("base", version))
 
     async def sleep(self):
-        if self.dead:
-            raise ConnectionError("gone")
+        self._alive()
         self.diary.append("sleep")
 
     async def wake_up(self):
         self.diary.append("wake_up")
+
+    async def close(self):
+        pass
 
 
 @pytest.fixture
@@ -53,10 +60,10 @@ def launch(monkeypatch):
 
     class DiaryFleet(Fleet):
         async def _start(self, place):
-            target = Target(len(made), gates.get(len(made)))
-            made.append(target)
+            replica = Diary(len(made), gates.get(len(made)))
+            made.append(replica)
             await asyncio.sleep(0)
-            return DiffusersReplica(LocalHandle(target), name=f"diary-{place}")
+            return replica
 
         @staticmethod
         async def _bind(replica, sent, adapter):
@@ -93,30 +100,30 @@ async def until(condition):
             await asyncio.sleep(0)
 
 
-def test_a_new_replica_is_sent_every_adapter_oldest_version_first(launch, make_request):
+def test_a_new_replica_is_sent_every_adapter_oldest_version_first(launch, make_request, collect):
     async def run():
         fleet, made = await launch()
         await fleet.update_lora(payload(1, "old"), "old")
         await fleet.update_lora(payload(4, "default"))
         await fleet.update_lora(payload(3, "old"), "old")
         made[0].dead = True
-        output = await fleet.router.generate(make_request())
+        output = await collect(fleet.router, [make_request()])
         await until(lambda: len(made) == 3 and not fleet.router._restarts)
         return output, made[2].diary, fleet.router.metrics()
 
     output, diary, metrics = asyncio.run(run())
-    assert output.number == 1
+    assert output["policy_version"].tolist() in ([1], [2])  # the other one, or the new one
     assert diary == [("old", 3), ("default", 4)]
     assert (metrics["rollout/deaths"], metrics["rollout/restarts"], metrics["rollout/replicas_alive"]) == (1, 1, 2)
 
 
-def test_what_is_sent_while_a_replica_starts_reaches_it_too(launch, make_request):
+def test_what_is_sent_while_a_replica_starts_reaches_it_too(launch, make_request, collect):
     async def run():
         held = asyncio.Event()
         fleet, made = await launch(gate=held)
         await fleet.update_lora(payload(1, "default"))
         made[0].dead = True
-        await fleet.router.generate(make_request())
+        await collect(fleet.router, [make_request()])
         await until(lambda: len(made) == 3)
         # The first adapter is on its way to the new one.
         await fleet.update_lora(payload(2, "default"))
@@ -132,7 +139,7 @@ def test_what_is_sent_while_a_replica_starts_reaches_it_too(launch, make_request
 
 
 @pytest.mark.parametrize("moment", ["sync", "sleep"])
-def test_a_death_between_two_rollouts_is_noticed_and_mended(launch, make_request, moment):
+def test_a_death_between_two_rollouts_is_noticed_and_mended(launch, make_request, collect, moment):
     """Nobody was generating when it died: the sync, or the sleep before an update, finds it dead."""
 
     async def run():
@@ -143,7 +150,7 @@ def test_a_death_between_two_rollouts_is_noticed_and_mended(launch, make_request
         await until(lambda: len(made) == 3 and not fleet.router._restarts)
         if moment == "sleep":
             await fleet.wake_up()
-        outputs = [await fleet.router.generate(make_request(i)) for i in range(8)]
+        outputs = await collect(fleet.router, [make_request(i) for i in range(8)])
         return answers, made[2].diary, len(outputs), fleet.router.metrics()["rollout/deaths"]
 
     answers, diary, drawn, deaths = asyncio.run(run())
@@ -155,12 +162,12 @@ def test_a_death_between_two_rollouts_is_noticed_and_mended(launch, make_request
         assert diary == [("default", 1), "sleep", "wake_up"]
 
 
-def test_base_weights_need_a_way_back(launch, make_request):
+def test_base_weights_need_a_way_back(launch, make_request, collect):
     async def run(**options):
         fleet, made = await launch(1, **options)
         await fleet.update_weights([("w", 1.0)], version=7)
         made[-1].dead = True
-        await fleet.router.generate(make_request())
+        await collect(fleet.router, [make_request()])
         return made[-1].diary
 
     async def resync(replica):

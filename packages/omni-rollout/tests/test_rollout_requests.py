@@ -1,4 +1,4 @@
-"""Requests, outputs, batching and the errors' way through pickle."""
+"""Requests, samples, batching and the errors' way through pickle."""
 
 import pickle
 
@@ -6,26 +6,19 @@ import pytest
 import torch
 from omni_rollout import errors
 from omni_rollout.batching import plan_batches
-from omni_rollout.errors import RolloutConfigError
-from omni_rollout.types import DiffusionOutput
+from omni_rollout.errors import RolloutConfigError, RolloutError
+from omni_rollout.samples import in_order, stacked
 
 
-def test_request_normalises_and_survives_pickle(make_request):
-    request = make_request(kind="sde", window=[0, 1])
-    assert (request.kind, request.window) == ("flow_sde", (0, 1))
+def test_a_request_survives_pickle(make_request):
+    request = make_request(window=[0, 1])
+    assert request.settings.window == (0, 1)
     assert pickle.loads(pickle.dumps(request)) == request
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"window": (0, 6)}, "must be distinct and in 0"),
-        ({"window": (1, 0)}, "ascending"),
-        ({"window": (1, 1)}, "distinct"),
-        ({"kind": "ode"}, "no noise to train on"),
-        ({"noise_level": 0.0}, "no noise to train on"),
-        ({"solver": "heun"}, "solver='heun'"),
-        ({"tail_ratio": 1.5}, "tail_ratio=1.5"),
         ({"true_cfg_scale": 4.0}, "negative_prompt"),
         ({"start_step": 2, "window": (2,)}, "belong together"),
     ],
@@ -35,16 +28,38 @@ def test_impossible_requests_are_refused(make_request, changes, words):
         make_request(**changes)
 
 
-def test_the_tail_begins_behind_the_window(make_request):
-    assert make_request(window=(1, 3)).window_end == 4
-    assert make_request(kind="ode", window=()).window_end == 0
+def rows(count, width=3, **extra):
+    return [
+        {
+            "responses": torch.zeros(3, 2, 2),
+            "prompt_embeds": torch.ones(width + i, 5),
+            "index": torch.tensor(i),
+            **extra,
+        }
+        for i in range(count)
+    ]
 
 
-def test_outputs_below_fp32_are_refused():
+def test_samples_below_fp32_are_refused():
     with pytest.raises(RolloutConfigError, match="latents has dtype torch"):
-        DiffusionOutput(None, extra_fields={"latents": torch.zeros(2, dtype=torch.bfloat16)}).check()
-    with pytest.raises(RolloutConfigError, match="must hold a picture"):
-        DiffusionOutput(None, stop_reason="completed").check()
+        stacked(rows(2, latents=torch.zeros(2, dtype=torch.bfloat16)))
+
+
+def test_samples_with_other_keys_do_not_mix():
+    odd = rows(2)
+    del odd[1]["prompt_embeds"]
+    with pytest.raises(RolloutError, match="'prompt_embeds' came back for 1 of 2"):
+        stacked(odd)
+    with pytest.raises(RolloutConfigError, match="do not hold the same keys"):
+        in_order([([0, 1], stacked(rows(2))), ([2, 3], stacked(rows(2, std=torch.ones(2))))])
+
+
+def test_chunks_come_together_in_the_order_of_their_requests():
+    chunks = [([2, 3], stacked(rows(2, width=5))), ([1, 0], stacked(rows(2)))]
+    batch = in_order(chunks)
+    assert batch["index"].tolist() == [1, 0, 0, 1]
+    assert batch["prompt_embeds"].sum((1, 2)).tolist() == [20, 15, 25, 30]
+    assert batch["prompt_embeds"].shape == (4, 6, 5)
 
 
 def test_batches_are_stable_compatible_and_bounded(make_request):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from omni_rollout.__main__ import main
 from omni_rollout.config import DiffusionPipelineConfig
-from omni_rollout.replica import DiffusersReplica, LocalHandle
 from omni_rollout.vllm_omni import cpu_platform
 from omni_rollout.vllm_omni.pipelines import entry_for, pipeline_for
 from omni_rollout.vllm_omni.rpc import checked
@@ -20,15 +19,13 @@ from omni_rollout.weights import content_sum
 
 
 @pytest.fixture
-def route(arithmetic_backend):
+def route(arithmetic_replica):
     from fastapi.testclient import TestClient
     from omni_rollout.openai_api import create_app
 
-    backend = arithmetic_backend()
-    client = TestClient(
-        create_app(DiffusersReplica(LocalHandle(backend)), DiffusionPipelineConfig(height=64, width=64))
-    )
-    client.backend = backend
+    replica = arithmetic_replica()
+    client = TestClient(create_app(replica.generate, DiffusionPipelineConfig(height=64, width=64)))
+    client.backend = replica
     return client
 
 
@@ -142,25 +139,16 @@ def test_importing_the_package_starts_nothing_heavy():
 
 
 def test_stepwise_is_chosen_where_there_is_one(tiny, tmp_path):
-    from types import SimpleNamespace
-
-    from omni_rollout.config import DiffusionRolloutConfig, VllmOmniConfig
     from omni_rollout.errors import RolloutConfigError
 
-    config = DiffusionRolloutConfig(vllm_omni=VllmOmniConfig(step_execution=True))
-    model = SimpleNamespace(path=tiny, algorithm="flow_grpo")
-    config.resolve_algorithm(model)
-    assert model.algorithm == "flow_grpo_stepwise"
-    assert pipeline_for(tiny, model.algorithm).endswith("QwenImageStepwisePipeline")
+    assert pipeline_for(tiny, stepwise=True).endswith("QwenImageStepwisePipeline")
+    assert pipeline_for(tiny).endswith("QwenImageRolloutPipeline")
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    flux = SimpleNamespace(path=str(tmp_path), algorithm="flow_grpo")
-    config.resolve_algorithm(flux)
-    assert flux.algorithm == "flow_grpo"
     with pytest.raises(RolloutConfigError, match="cannot run step by step"):
-        pipeline_for(flux.path, "flow_grpo_stepwise")
+        pipeline_for(str(tmp_path), stepwise=True)
     (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
     with pytest.raises(RolloutConfigError, match="no rollout pipeline; known are QwenImage"):
-        entry_for(flux.path)
+        entry_for(str(tmp_path))
 
 
 def test_a_failed_rpc_is_an_error():

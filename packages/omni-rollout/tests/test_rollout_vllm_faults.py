@@ -44,67 +44,63 @@ def test_the_image_route_of_a_live_engine(engine, fleet, embedded, draw, make_re
     ]
     expected = draw(embedded, [make_request(i, uid="image", index=i, kind="ode", window=()) for i in range(2)])
     for picture, output in zip(pictures, expected, strict=True):
-        assert np.abs(picture.astype(int) - output.diffusion_output.permute(1, 2, 0).numpy().astype(int)).max() <= 1
+        assert np.abs(picture.astype(int) - output["responses"].permute(1, 2, 0).numpy().astype(int)).max() <= 1
     with pytest.raises(urllib.error.HTTPError, match="400"):
         ask("/v1/images/generations", {**body, "size": "63x63x"})
 
 
-def test_a_full_queue_holds_callers_back(engine, draw, make_request, difference):
-    requests = [make_request(i) for i in range(12)]
-    free = draw(engine, requests)
-    router = Router([engine], RouterConfig(max_queue_per_replica=3, request_timeout_s=60))
-    held = draw(router, requests)
-    assert all(difference(a, b) <= 1e-4 for a, b in zip(free, held, strict=True))
-    assert max(o.extra_fields["batch_size"] for o in free) > 3 >= max(o.extra_fields["batch_size"] for o in held)
-    metrics = router.metrics()
-    assert (metrics["rollout/completed"], metrics["rollout/replicas_alive"]) == (12, 1)
-    assert metrics["rollout/waited"] > 0
+def test_whole_batches_reach_the_engine(engine, runner, make_request, collect):
+    """A call of several batches: two are in the engine at any time, so it never waits and never mixes in stragglers."""
+    router = Router([engine], RouterConfig(request_timeout_s=60))
+    samples = runner.run(collect(router, [make_request(i) for i in range(4 * engine.batch_size)]))
+    assert samples["batch_rows"].tolist() == [engine.batch_size] * len(samples)
+    assert router.metrics()["rollout/completed"] == len(samples)
 
 
-def test_engine_errors_are_tried_again(engine, draw, runner, make_request, difference):
+def test_engine_errors_are_tried_again(engine, server, draw, runner, make_request, collect, difference):
     requests = [make_request(i) for i in range(8)]
     expected = draw(engine, requests)
-    runner.run(engine.call("fail_next", 3))
+    runner.run(engine.backend.call(server.fail_next, 3))
     router = Router([engine], RouterConfig(request_timeout_s=60))
-    outputs = draw(router, requests)
-    assert all(difference(a, b) <= 1e-4 for a, b in zip(outputs, expected, strict=True))
+    samples = runner.run(collect(router, requests))
+    assert all(difference(a, b) <= 1e-4 for a, b in zip(samples, expected, strict=True))
     metrics = router.metrics()
-    assert [metrics[f"rollout/{name}"] for name in ("errors", "retried", "completed", "failed")] == [3, 3, 8, 0]
-    runner.run(engine.call("fail_next", 3))
+    assert [metrics[f"rollout/{name}"] for name in ("errors", "retried", "completed", "failed")] == [8, 8, 8, 0]
+    runner.run(engine.backend.call(server.fail_next, 3))
     with pytest.raises(ReplicaError, match="illegal memory access"):  # three attempts, three errors
-        draw(router, requests[:1])
-    assert draw(engine, requests[:1])[0].stop_reason == "completed"
+        runner.run(collect(router, requests[:1]))
+    assert len(draw(engine, requests[:1])) == 1
 
 
 def test_a_killed_engine_comes_back_at_the_newest_adapters(
-    engine, fleet, draw, runner, make_request, adapter, difference
+    engine, server, fleet, draw, runner, make_request, adapter, collect, difference
 ):
     """The process dies in the middle of a batch, and the batch is as if it had not."""
     payloads = {"default": adapter(40, seed=6), "old": adapter(40, seed=7)}
-    requests = [make_request(i, num_inference_steps=40, adapter=("default", "old")[i % 2]) for i in range(16)]
+    requests = [make_request(i, num_inference_steps=40, adapter=("default", "old")[i // 8 % 2]) for i in range(32)]
 
     async def run():
         for name, payload in payloads.items():
             for receipt in await fleet.update_lora(payload, name):
                 verify(payload, receipt)
-        expected = await asyncio.gather(*(fleet.router.generate(request) for request in requests))
+        expected = await collect(fleet.router, requests)
         drawn = (await engine.health()).generated
-        pid = await engine.call("pid")
-        tasks = [asyncio.ensure_future(fleet.router.generate(request)) for request in requests]
+        pid = await engine.backend.call(server.pid)
+        task = asyncio.ensure_future(collect(fleet.router, requests))
         while (await engine.health()).generated == drawn:  # the first batches are through, the others are not
             await asyncio.sleep(0.005)
         start = asyncio.get_running_loop().time()
         os.kill(pid, signal.SIGKILL)
-        outputs = await asyncio.gather(*tasks)
+        outputs = await task
         return expected, outputs, asyncio.get_running_loop().time() - start, pid
 
     before = fleet.router.metrics()
     expected, outputs, seconds, pid = runner.run(run())
     assert all(difference(a, b) <= 1e-4 for a, b in zip(outputs, expected, strict=True))
-    assert {o.extra_fields["policy_version"] for o in outputs} == {40}
-    assert runner.run(fleet.router.replicas[0].call("pid")) != pid
+    assert set(outputs["policy_version"].tolist()) == {40}
+    assert runner.run(fleet.router.replicas[0].backend.call(server.pid)) != pid
     counts = {name.removeprefix("rollout/"): value - before[name] for name, value in fleet.router.metrics().items()}
-    assert (counts["completed"], counts["deaths"], counts["restarts"], counts["failed"]) == (32, 1, 1, 0)
+    assert (counts["completed"], counts["deaths"], counts["restarts"], counts["failed"]) == (64, 1, 1, 0)
     assert 0 < counts["retried"] <= 16
     assert seconds < 240
     with pytest.raises(ReplicaDeadError):

@@ -9,6 +9,7 @@ from lora_sync import LoRAPayload, verify
 from omni_rollout.diffusers_backend import DiffusersBackend
 from omni_rollout.types import GenerationRequest
 from omni_rollout.weights import content_sum
+from sde_samplers import SamplerSettings
 
 pytestmark = pytest.mark.skipif(
     (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="vLLM-Omni has wheels for Linux x86-64 only"
@@ -45,22 +46,25 @@ def stops(tmp_path_factory):
         for module, (out, wide) in targets.items():
             tensors[f"{module}.lora_A.weight"] = torch.randn(2, wide, generator=generator) * 0.3
             tensors[f"{module}.lora_B.weight"] = torch.randn(out, 2, generator=generator) * 0.3
-        fields = {
-            "seed": 7, "height": 64, "width": 64, "num_inference_steps": 4, "max_sequence_length": 48, "kind": "flow_sde",
-            "noise_level": 0.7, "true_cfg_scale": 3.0, "negative_prompt": "blurry", **MODELS.get(name, {}),
-        }  # fmt: skip
-        requests = [
-            GenerationRequest(
-                f"{name}{i}", f"u{i}", i, prompt=PROMPTS[i % 2], window=((0, 1), (1, 2), (0, 3))[i], **fields
+        settings = SamplerSettings(
+            64, 64, num_inference_steps=4, max_sequence_length=48, kind="flow_sde", noise_level=0.7, true_cfg_scale=3.0,
+            **MODELS.get(name, {}),
+        )  # fmt: skip
+
+        def asked(i, of=settings, name=name, **changes):
+            return GenerationRequest(
+                f"{name}{i}", f"u{i}", i, PROMPTS[i % 2], 7, of.replace(**changes), negative_prompt="blurry"
             )
-            for i in range(3)
+
+        calls = [
+            [asked(i, window=((0, 1), (1, 2), (0, 3))[i]) for i in range(3)],
+            # DiffusionNFT's setting, and a Flash tail, whose shorter table cannot share a batch with the others.
+            [asked(0, kind="ode", window=(), solver="dpm2")],
+            [asked(1, window=(0,), solver="dpm2", tail_ratio=0.5)],
         ]
-        # DiffusionNFT's setting, and a Flash tail, whose shorter table cannot share a batch with the others.
-        requests.append(requests[0].replace(request_id=f"{name}nft", kind="ode", window=(), solver="dpm2"))
-        requests.append(requests[1].replace(request_id=f"{name}flash", window=(0,), solver="dpm2", tail_ratio=0.5))
         stops[name] = {
             "path": path,
-            "requests": requests,
+            "calls": calls,
             "payload": LoRAPayload.build(tensors, alphas=4.0, version=1),
             "weights": [(n, p.detach() * 1.01) for n, p in backend.transformer.named_parameters()],
             "stepwise": name == STEPWISE,
@@ -70,33 +74,29 @@ def stops(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tour(fleet, runner, stops):
+def tour(fleet, server, runner, stops):
     """What the engines answered, all in one process."""
-    return runner.run(fleet.router.replicas[0].call("tour", stops[0]))
+    return runner.run(fleet.router.replicas[0].backend.call(server.tour, stops[0]))
 
 
 @pytest.mark.parametrize("name", [*MODELS, STEPWISE])
 def test_other_models_equal_the_embedded_backend(tour, stops, name, difference):
     """Guidance, prompts of different lengths, windows of each row, every LoRA target, and full weights after LoRA layers."""
     found, stop, backend = tour[name], stops[0][name], stops[1][name]
-    expected = backend.generate(stop["requests"])
     keys = ("prompt_embeds", "negative_prompt_embeds")
-    for ours, theirs in zip(found["base"], expected, strict=True):
-        assert difference(ours, theirs) <= 5e-5
-        assert difference(ours, theirs, keys) <= 1e-4
-        if theirs.log_probs is not None:
-            assert (ours.log_probs - theirs.log_probs).abs().max() <= 1e-5
-        assert (
-            ours.extra_fields["forwards"]
-            == theirs.extra_fields["forwards"]
-            == 2 * len(theirs.extra_fields["sigmas"]) - 2
-        )
-        assert ours.extra_fields["schedule_hash"] == theirs.extra_fields["schedule_hash"]
-        assert (ours.diffusion_output.int() - theirs.diffusion_output.int()).abs().max() <= 1
+    for call, ours in zip(stop["calls"], found["base"], strict=True):
+        theirs = backend.generate(call)
+        assert max(difference(a, b) for a, b in zip(ours, theirs, strict=True)) <= 5e-5
+        assert max(difference(a, b, keys) for a, b in zip(ours, theirs, strict=True)) <= 1e-4
+        if call[0].settings.window:
+            assert (ours["rollout_log_probs"] - theirs["rollout_log_probs"]).abs().max() <= 1e-5
+        assert ours["forwards"].tolist() == theirs["forwards"].tolist() == [2 * ours["sigmas"].shape[1] - 2] * len(call)
+        assert (ours["responses"].int() - theirs["responses"].int()).abs().max() <= 1
     verify(stop["payload"], found["lora"])
     backend.update_lora(stop["payload"])
-    for ours, theirs, base in zip(found["adapted"], backend.generate(stop["requests"]), found["base"], strict=True):
-        assert difference(ours, theirs) <= 1e-4
-        assert difference(ours, base, ("final_latents",)) > 1e-2
+    for call, ours, base in zip(stop["calls"], found["adapted"], found["base"], strict=True):
+        theirs = backend.generate(call)
+        assert max(difference(a, b) for a, b in zip(ours, theirs, strict=True)) <= 1e-4
+        assert min(difference(a, b, ("final_latents",)) for a, b in zip(ours, base, strict=True)) > 1e-2
     assert found["weights"].tensors_bound == len(stop["weights"])
     assert found["weights"].checksum == content_sum(value for _, value in stop["weights"])

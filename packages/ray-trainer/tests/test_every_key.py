@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from diffusion_losses.config import DiffusionLossConfig
 from fsdp_diffusers_engine.optim import lr_factor
-from omni_rollout import DiffusionAgentLoopWorker
-from omni_rollout.sampling import resolve_sampling
 from ray_trainer.config import OldPolicyConfig, compose, known_keys
+from ray_trainer.prompts import Prompt
+from ray_trainer.rollouts import requests_of
 from ray_trainer.values import is_section
-from tensordict import NonTensorStack, TensorDict
 
 PRESENTATION = {"app", "recipe"}
 """Names that are written into config.yaml and shown; `app` of another program is refused."""
@@ -82,21 +81,20 @@ READERS = {
     "rollout.device rollout.router.start_timeout_s",
     f"{TRAINER}.generate_sequence": "rollout.n",
     f"{TRAINER}._validate": "rollout.val_kwargs.n",
-    "ray_trainer.rollouts:Rollouts": "rollout.seed rollout.val_kwargs.seed reward.name reward.options reward.num_workers "
+    "ray_trainer.rollouts:Rollouts": "reward.name reward.options reward.num_workers "
     "reward.num_cpus reward.concurrency reward.batch_size reward.policy reward.failure_value reward.max_retries reward.timeout_s",
     "ray_trainer.workers:ActorRolloutRefWorker": "rollout.dtype ray.worker_threads algorithm.old_policy.update_every",
-    "omni_rollout.agent_loop:DiffusionAgentLoop": "rollout.pipeline.negative_prompt",
-    "omni_rollout.agent_loop:DiffusionAgentLoopWorker": "rollout.agent.default_agent_loop "
-    "rollout.val_kwargs.pipeline.negative_prompt",
+    "omni_rollout.agent_loop:DiffusionAgentLoopWorker": "rollout.agent.default_agent_loop",
     "omni_rollout.edit_loop:DiffusionJudgeEditAgentLoop": "rollout.agent.num_turns",
-    "omni_rollout.router:Router": "rollout.router.max_queue_per_replica rollout.router.request_timeout_s "
-    "rollout.router.max_retries rollout.router.restart",
+    "omni_rollout.router:Router": "rollout.router.request_timeout_s rollout.router.max_retries rollout.router.restart",
     "omni_rollout.vllm_omni.launch:start_engine": "rollout.vllm_omni.tensor_model_parallel_size "
     "rollout.vllm_omni.enforce_eager rollout.vllm_omni.max_num_seqs rollout.vllm_omni.request_batch_max_wait_ms "
     "rollout.vllm_omni.step_execution rollout.vllm_omni.enable_sleep_mode rollout.vllm_omni.rollout_attn_backend "
     "rollout.vllm_omni.engine_kwargs",
     "omni_rollout.vllm_omni.server:vLLMOmniHttpServer": "rollout.vllm_omni.openai_port",
-    f"{TRAINER}.__init__": "data.train_file data.val_file data.prompts_per_step data.val_max_prompts",
+    f"{TRAINER}.__init__": "data.prompts_per_step data.val_max_prompts algorithm.options",
+    "ray_trainer.algorithms:find_algorithm": "trainer.algorithm",
+    "ray_trainer.prompts": "data.train_file data.val_file",
     TRAINER: "algorithm.advantage_std algorithm.advantage_ddof algorithm.advantage_eps algorithm.flat_groups",
     "flowgrpo.trainer": "algorithm.old_log_probs algorithm.step_fraction trainer.seed",
     "dpo_online.trainer": "algorithm.pair_mode algorithm.pair_margin",
@@ -115,12 +113,17 @@ def _loss(config):
     return loss.family, loss.resolved_kl_kind, loss.resolved_step_weighting
 
 
+def _asked(config, validate):
+    rows = [("u", Prompt("u", "x"))]
+    return [requests_of(config, rows, 1, step=step, validate=validate) for step in range(6)]
+
+
 def _sampled(config):
-    return [resolve_sampling(config.rollout, training_step=step) for step in range(6)]
+    return _asked(config, validate=False)
 
 
 def _validated(config):
-    return [resolve_sampling(config.rollout, training_step=step, validate=True) for step in range(6)]
+    return _asked(config, validate=True)
 
 
 def _rate(config):
@@ -151,6 +154,14 @@ for _place, _shown in (("rollout", _sampled), ("rollout.val_kwargs", _validated)
     }
 SHOWN |= {
     "rollout.rollout_adapter": ("old", _sampled, []),
+    "rollout.seed": (5, _sampled, []),
+    "rollout.val_kwargs.seed": (5, _validated, []),
+    "rollout.pipeline.negative_prompt": ("blurred", _sampled, ["rollout.pipeline.true_cfg_scale=2"]),
+    "rollout.val_kwargs.pipeline.negative_prompt": (
+        "blurred",
+        _validated,
+        ["rollout.val_kwargs.pipeline.true_cfg_scale=2"],
+    ),
     "actor.diffusion_loss.loss_mode": ("diffusion_nft", _loss, []),
     "actor.diffusion_loss.kl_kind": ("paper", _loss, []),
     "actor.diffusion_loss.step_weighting": ("inverse_step", _loss, []),
@@ -221,9 +232,7 @@ def test_each_kind_of_sampling_has_its_own_negative_prompt(validate, key, tmp_pa
     recipe = tmp_path / "r.yaml"
     recipe.write_text("base: builtin:tiny\n")
     overrides = [f"{key}.true_cfg_scale=2", f"{key}.negative_prompt=blurred"]
-    worker = DiffusionAgentLoopWorker(compose("flowgrpo", recipe, overrides).rollout, None)
-    batch = TensorDict({}, batch_size=[2])
-    for name, values in (("uid", ["a", "b"]), ("prompt", ["x", "y"]), ("negative_prompt", [None, "its own"])):
-        batch[name] = NonTensorStack(*values)
-    batch.set_non_tensor("validate", validate)
-    assert [row["raw_negative_prompt"] for row in worker._rows(batch)] == ["blurred", "its own"]
+    config = compose("flowgrpo", recipe, overrides)
+    rows = [("a", Prompt("a", "x")), ("b", Prompt("b", "y", "its own"))]
+    requests = requests_of(config, rows, 1, step=0, validate=validate)
+    assert [request.negative_prompt for request in requests] == ["blurred", "its own"]

@@ -14,6 +14,7 @@ from ray.exceptions import RayTaskError
 from ray_trainer.cli import run
 from ray_trainer.errors import TrainerError
 from ray_trainer.failure import first_cause, is_out_of_memory, record_failure, words
+from ray_trainer.workers import ActorRolloutRefWorker as Worker
 from safetensors.torch import load_file
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
@@ -148,28 +149,19 @@ class Fakes:
 
     # workers
     def call(self, method, *arguments):
-        if method == "save_checkpoint":
+        if method is Worker.save_checkpoint:
             if not self.saves:
                 raise Broken("no checkpoint either")
             Path(arguments[0]).mkdir(parents=True, exist_ok=True)
             if self.samples > 1:  # the checkpoint of a whole step, not the one after a failure
                 self.fail("save")
-        if method == "export_lora":
+        if method is Worker.export_lora:
             self.fail("report")
-        return [{}]
+        return [0.0 if method is Worker.memory_gb else {}]
 
     def update_actor(self, data, step, unit):
         self.fail("update")
         return {}
-
-    def refresh_old_policy(self, step):
-        return {}
-
-    def take_forwards(self):
-        return {}
-
-    def max_memory_gb(self):
-        return 0.0
 
     # sampler
     async def sync(self, version):
@@ -196,6 +188,8 @@ class Fakes:
                 "prompt_embeds": torch.zeros(count, 2, 3),
                 "prompt_embeds_mask": torch.ones(count, 2, dtype=torch.bool),
                 "index": torch.arange(count),
+                "forwards": torch.ones(count),
+                "batch_rows": torch.ones(count),
             },
             batch_size=[count],
         )

@@ -11,12 +11,15 @@ import pytest
 import torch
 from diffusion_losses import DiffusionLossConfig
 from omni_rollout.batching import plan_batches
+from omni_rollout.samples import stacked
 from omni_rollout.types import GenerationRequest
 from ray_trainer import schema
 from ray_trainer.config import compose
 from ray_trainer.errors import TrainerError
-from ray_trainer.group import LockstepHandle, WorkerGroup, fill_up
+from ray_trainer.group import WorkerGroup, fill_up
 from ray_trainer.validate_algorithm import check_algorithm, check_experts
+from ray_trainer.workers import ActorRolloutRefWorker
+from sde_samplers import SamplerSettings
 from tensordict import NonTensorStack, TensorDict
 
 RECIPES = Path(str(files("flowgrpo"))) / "recipes"
@@ -233,25 +236,23 @@ def test_pairs_are_the_best_and_the_worst_of_a_prompt():
 
 
 class Rank:
-    """A training process as the handle sees it; it refuses what a backend refuses, and answers with names."""
+    """A training process as the group sees it; it refuses what a backend refuses, and answers with numbers."""
 
     def __init__(self):
         self.shares = []
-        self.generate_sequences = self
 
-    async def remote(self, requests):
+    async def call(self, method, requests):
+        assert method is ActorRolloutRefWorker.generate
         plan_batches(requests, 4)  # raises for a name that occurs twice
         self.shares.append(len(requests))
-        return [request.request_id for request in requests]
+        return stacked([{"index": torch.tensor(request.index)} for request in requests])
 
 
 @pytest.mark.parametrize(("count", "ranks"), [(42, 8), (3, 2), (1, 4), (8, 4)])
 def test_a_chunk_that_does_not_divide_reaches_every_rank_once(count, ranks):
-    requests = [
-        GenerationRequest(f"r{i}", "u", i, "a circle", seed=0, height=64, width=64, num_inference_steps=4)
-        for i in range(count)
-    ]
-    actors = [Rank() for _ in range(ranks)]
-    answers = asyncio.run(LockstepHandle(actors)._generate(requests))
-    assert answers == [request.request_id for request in requests]
-    assert len({tuple(actor.shares) for actor in actors}) == 1  # all make the same passes
+    settings = SamplerSettings(64, 64, num_inference_steps=4)
+    requests = [GenerationRequest(f"r{i}", "u", i, "a circle", seed=0, settings=settings) for i in range(count)]
+    group = WorkerGroup.__new__(WorkerGroup)
+    group.size, group.workers = ranks, [Rank() for _ in range(ranks)]
+    assert asyncio.run(group.generate(requests))["index"].tolist() == list(range(count))
+    assert len({tuple(worker.shares) for worker in group.workers}) == 1  # all make the same passes

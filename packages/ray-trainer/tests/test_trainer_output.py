@@ -4,8 +4,10 @@ import io
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
+from ray_trainer import cli
 from ray_trainer.cli import App, run
 from ray_trainer.output import safe_output
 from ray_trainer.report import LiveLine
@@ -65,11 +67,16 @@ def test_the_program_itself(tmp_path, monkeypatch):
     """Everything that `run` and a training print goes through it."""
     (tmp_path / "tiny_flow_grpo.yaml").write_text("# a → b\nbase: builtin:tiny\n")
 
-    def train(config):
-        print("reward 0.1 → 0.2")
-        return 0
+    class Trainer:
+        def __init__(self, config):
+            pass
 
-    app = App("flowgrpo", "says →", tmp_path, "tiny_flow_grpo", ("flow_grpo",), train)
+        def fit(self):
+            print("reward 0.1 → 0.2")
+
+    monkeypatch.setattr(cli, "_algorithm", lambda app, config: Trainer)
+    monkeypatch.setattr(cli, "ray_session", lambda config: nullcontext())
+    app = App("flowgrpo", "says →", tmp_path, "tiny_flow_grpo", "policy_gradient", "nobody:Nothing")
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     assert run(app, ["--help"]) == 0

@@ -11,6 +11,7 @@ import torch
 from ray_trainer import schema
 from ray_trainer.step_metrics import Metrics
 from ray_trainer.trainer import RayDiffusionTrainer
+from ray_trainer.workers import ActorRolloutRefWorker as Worker
 from tensordict import TensorDict
 
 
@@ -40,14 +41,14 @@ class RayFlowGRPOTrainer(RayDiffusionTrainer):
             if self.config.rollout_means:
                 batch["old_means"] = batch["means"]
             return batch
-        scored = self.workers.run_batch("compute_log_prob", batch)
+        scored = self.workers.run_batch(Worker.compute_log_prob, batch)
         batch["old_log_probs"], batch["old_means"] = scored["log_probs"], scored["means"]
         return batch
 
     def compute_ref_log_prob(self, batch: TensorDict) -> TensorDict:
         """`ref_means` [B, W, …] of the base policy, the same weights with the adapter off; only when the loss has a KL term."""
         if self.config.actor.diffusion_loss.reference_key == "ref_means":
-            batch["ref_means"] = self.workers.run_batch("compute_ref_log_prob", batch)["means"]
+            batch["ref_means"] = self.workers.run_batch(Worker.compute_ref_log_prob, batch)["means"]
         return batch
 
     def compute_advantage(self, batch: TensorDict) -> tuple[TensorDict, Metrics]:

@@ -6,6 +6,8 @@ import argparse
 import json
 import sys
 
+from sde_samplers.settings import SamplerSettings
+
 from .errors import RolloutError
 
 
@@ -39,17 +41,18 @@ def main(argv: list[str] | None = None) -> int:
             rounds=args.rounds,
             dtype=args.dtype,
             device=args.device,
-            height=args.height,
-            width=args.width,
-            num_frames=args.frames,
-            num_inference_steps=args.steps,
-            max_sequence_length=args.max_tokens,
-            true_cfg_scale=args.cfg,
-            guidance_scale=args.guidance,
-            negative_prompt=" " if args.cfg > 1 else None,
-            kind="flow_sde",
-            noise_level=0.7,
-            window=tuple(range(min(2, args.steps - 1))),
+            settings=SamplerSettings(
+                height=args.height,
+                width=args.width,
+                num_frames=args.frames,
+                num_inference_steps=args.steps,
+                max_sequence_length=args.max_tokens,
+                true_cfg_scale=args.cfg,
+                guidance_scale=args.guidance,
+                kind="flow_sde",
+                noise_level=0.7,
+                window=tuple(range(min(2, args.steps - 1))),
+            ),
         )
     except RolloutError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -6,13 +6,18 @@ the driver's event loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from .types import DiffusionOutput, GenerationRequest
+from .samples import Chunk
+from .types import GenerationRequest
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,8 @@ class RolloutBackend(Protocol):
         """Version of the weights that sample now."""
         ...
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[DiffusionOutput]:
-        """One output per request, in order. Raises `LifecycleError` unless the backend is ready."""
+    def generate(self, requests: Sequence[GenerationRequest]) -> TensorDict:
+        """Their samples, in order; see `samples` for the keys. Raises `LifecycleError` unless the backend is ready."""
         ...
 
     def update_lora(self, payload: Any, adapter: str = "default") -> Any:
@@ -91,3 +96,21 @@ class RolloutBackend(Protocol):
     def health(self) -> Health:
         """State and counters; never blocks on generation."""
         ...
+
+
+class BackendClient:
+    """A backend in this process as a client of agent loops, for programs without Ray; it draws in a thread.
+
+    Args:
+        backend: draws.
+        batch_size: samples that come back together.
+    """
+
+    def __init__(self, backend: RolloutBackend, batch_size: int = 64) -> None:
+        self.backend, self.batch_size = backend, batch_size
+
+    async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
+        """See `loop_base.Client`."""
+        for start in range(0, len(requests), self.batch_size):
+            places = list(range(start, min(start + self.batch_size, len(requests))))
+            yield places, await asyncio.to_thread(self.backend.generate, [requests[place] for place in places])

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from types import SimpleNamespace
 from typing import Any
 
-from .backend import Health
-from .config import DiffusionRolloutConfig, RouterConfig, VllmOmniConfig
-from .replica import DiffusersReplica, LocalHandle
-from .router import Router
+from sde_samplers.settings import SamplerSettings
+
+from .config import DiffusionRolloutConfig, VllmOmniConfig
 from .types import GenerationRequest
 
 
@@ -25,15 +23,21 @@ def bench(
     rounds: int = 3,
     dtype: str = "float32",
     device: str = "cpu",
-    **fields: Any,
+    settings: SamplerSettings,
 ) -> dict[str, Any]:
     """Draw `samples` pictures `rounds` times after one warm-up, in groups of `group` samples a prompt.
 
-    `fields` are those of `GenerationRequest` (height, width, num_inference_steps, …). Returns plain values, JSON-ready.
+    Returns plain values, JSON-ready.
     """
     requests = [
         GenerationRequest(
-            request_id=f"b{i}", uid=f"p{i // group}", index=i % group, seed=0, prompt=f"number {i // group}", **fields
+            f"b{i}",
+            f"p{i // group}",
+            i % group,
+            f"number {i // group}",
+            seed=0,
+            settings=settings,
+            negative_prompt=" " if settings.guided else None,
         )
         for i in range(samples)
     ]
@@ -51,7 +55,7 @@ async def _bench(
         config = DiffusionRolloutConfig(
             backend=backend, dtype=dtype, vllm_omni=VllmOmniConfig(max_num_seqs=batch, enforce_eager=device == "cpu")
         )
-        target = vLLMOmniHttpServer(config, SimpleNamespace(path=model))
+        target = vLLMOmniHttpServer(config, model)
         await target.launch_server()
     else:
         import torch
@@ -62,14 +66,13 @@ async def _bench(
             model, dtype=getattr(torch, dtype), device=device, max_batch_size=batch
         )
     started = time.perf_counter() - start
-    router = Router([DiffusersReplica(LocalHandle(target), len(requests))], RouterConfig(request_timeout_s=0))
-    await _round(router, requests)
-    before, times = await _health(target), []
+    await _answer(target.generate(requests))
+    before, times = await _answer(target.health()), []
     for _ in range(rounds):
         begin = time.perf_counter()
-        await _round(router, requests)
+        await _answer(target.generate(requests))
         times.append(time.perf_counter() - begin)
-    after = await _health(target)
+    after = await _answer(target.health())
     if hasattr(target, "shutdown"):
         await target.shutdown()
     count = rounds * len(requests)
@@ -88,14 +91,9 @@ async def _bench(
     }
 
 
-async def _round(router: Router, requests: list[GenerationRequest]) -> None:
-    await asyncio.gather(*(router.generate(request) for request in requests))
-
-
-async def _health(target: Any) -> Health:
-    answer = target.health()
-    health: Health = await answer if asyncio.iscoroutine(answer) else answer
-    return health
+async def _answer(answer: Any) -> Any:
+    """Of a backend's method, which an engine's server has as a coroutine."""
+    return await answer if asyncio.iscoroutine(answer) else answer
 
 
 def as_text(result: dict[str, Any]) -> str:

@@ -9,35 +9,29 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from sde_samplers.settings import KINDS, SOLVERS, Kind
+
 from .errors import RolloutConfigError
 
 BACKENDS = ("diffusers", "vllm_omni")
-KINDS = ("flow_sde", "dance_sde", "flow_cps", "ddim", "ode")
 KIND_ALIASES = {"sde": "flow_sde", "dance": "dance_sde", "cps": "flow_cps"}
-SOLVERS = ("euler", "dpm1", "dpm2", "dpm3")
 WINDOW_STRATEGIES = ("fixed", "random", "progressive")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def resolve_kind(sde_type: str) -> str:
+def resolve_kind(sde_type: str) -> Kind:
     """The sampler name that sde_samplers knows for `sde_type` ("sde" and "cps" are accepted as older names)."""
     kind = KIND_ALIASES.get(sde_type, sde_type)
     if kind not in KINDS:
         raise RolloutConfigError(
             f"sde_type={sde_type!r} is not a sampler; use one of {', '.join(KINDS)} (or {', '.join(KIND_ALIASES)})."
         )
-    return kind
+    return kind  # type: ignore[return-value]  # one of KINDS
 
 
 def _require(ok: bool, name: str, value: Any, rule: str) -> None:
     if not ok:
         raise RolloutConfigError(f"{name}={value!r} is not allowed: it must be {rule}.")
-
-
-def check_solver(prefix: str, solver: str, tail_ratio: float) -> None:
-    """Raise `RolloutConfigError` for an unknown solver or a ratio outside (0, 1]; `prefix` names the place."""
-    _require(solver in SOLVERS, f"{prefix}solver", solver, "one of " + ", ".join(SOLVERS))
-    _require(0 < tail_ratio <= 1, f"{prefix}tail_ratio", tail_ratio, "in (0, 1]")
 
 
 @dataclass
@@ -109,7 +103,8 @@ class DiffusionRolloutAlgoConfig:
             self.sample_strategy,
             "one of " + ", ".join(WINDOW_STRATEGIES),
         )
-        check_solver("algo.", self.solver, self.tail_ratio)
+        _require(self.solver in SOLVERS, "algo.solver", self.solver, "one of " + ", ".join(SOLVERS))
+        _require(0 < self.tail_ratio <= 1, "algo.tail_ratio", self.tail_ratio, "in (0, 1]")
         _require(self.iters_per_group >= 1, "algo.iters_per_group", self.iters_per_group, "at least 1")
         size, span = self.sde_window_size, self.sde_window_range
         _require(size is None or size >= 0, "algo.sde_window_size", size, "0 or more, or null")
@@ -124,7 +119,7 @@ class DiffusionRolloutAlgoConfig:
                 _require(size <= span[1] - span[0], "algo.sde_window_size", size, f"at most {span[1] - span[0]} here")
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Kind:
         """`sde_type` under the name that sde_samplers uses."""
         return resolve_kind(self.sde_type)
 
@@ -151,7 +146,7 @@ class AgentLoopConfig:
     """Which agent loop turns a prompt into a sample."""
 
     default_agent_loop: str = "diffusion_single_turn_agent"
-    """Registered name; a batch may name another one per row under `agent_name`."""
+    """A name of `omni_rollout.loops.LOOPS`, or module:Class of your own."""
     num_turns: int = 2
     """Turns that a multi-turn loop may take at most."""
 
@@ -160,19 +155,16 @@ class AgentLoopConfig:
 class RouterConfig:
     """How requests spread over replicas, and what happens when one of them fails."""
 
-    max_queue_per_replica: int = 4096
-    """Requests that one replica may hold; beyond that, callers wait (back-pressure)."""
     request_timeout_s: float = 600.0
-    """Deadline of one attempt; 0 waits for ever."""
+    """How long a replica may work on one batch; 0 waits for ever."""
     max_retries: int = 2
-    """Further attempts, on another replica where there is one, with the same seeds."""
+    """Further attempts at a batch, on another replica where there is one, with the same seeds."""
     start_timeout_s: float = 900.0
     """How long a replica may take to start."""
     restart: bool = True
     """Start a dead replica again and bring it to the newest weights."""
 
     def __post_init__(self) -> None:
-        _require(self.max_queue_per_replica >= 1, "router.max_queue_per_replica", self.max_queue_per_replica, ">= 1")
         _require(self.max_retries >= 0, "router.max_retries", self.max_retries, "0 or more")
         _require(self.request_timeout_s >= 0, "router.request_timeout_s", self.request_timeout_s, "0 or more")
 
@@ -245,15 +237,3 @@ class DiffusionRolloutConfig:
         _require(self.dtype in DTYPES, "rollout.dtype", self.dtype, "one of " + ", ".join(DTYPES))
         for name in ("n", "max_batch_size", "num_replicas"):
             _require(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "at least 1")
-
-    def resolve_algorithm(self, model_config: Any) -> None:
-        """Let `model_config.algorithm` name the stepwise pipeline when `vllm_omni.step_execution` is on and there is one.
-
-        `model_config` has `path` (a diffusers pipeline folder) and `algorithm`; it is changed in place.
-        """
-        from .vllm_omni.pipelines import STEPWISE, entry_for
-
-        if not self.vllm_omni.step_execution or model_config.algorithm.endswith(STEPWISE):
-            return
-        if entry_for(model_config.path).stepwise is not None:
-            model_config.algorithm += STEPWISE

@@ -12,25 +12,24 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from sde_samplers import SigmaSchedule, from_diffusers, rollout, thin_tail
+from sde_samplers import SamplerSettings, SigmaSchedule, Trajectory, from_diffusers, rollout, thin_tail
 from torch import Tensor, nn
 
 from .backend import Health, WeightReceipt
 from .batching import plan_batches
 from .counting import counted_rows
-from .errors import MissingExtraError, RolloutConfigError
+from .errors import AbortedError, MissingExtraError, RolloutConfigError
 from .lifecycle import Lifecycle
 from .module_weights import AdapterContext, ModuleWeights
 from .noise import clean_latents, generators_of, start_noise
-from .packing import pack
-from .types import DiffusionOutput, GenerationRequest, aborted
+from .samples import denoised, in_order
+from .types import GenerationRequest
 
-
-class _AllAbortedError(Exception):
-    """Ends a batch early once each of its samples was cancelled."""
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 class DiffusersBackend:
@@ -86,16 +85,7 @@ class DiffusersBackend:
 
         Raises `MissingExtraError` without the extra that holds model_specs.
         """
-        try:
-            from model_specs import get_spec_for
-        except ImportError as error:
-            raise MissingExtraError(
-                "The diffusers backend needs model-specs: pip install './packages/omni-rollout[diffusers]'"
-            ) from error
-        spec = get_spec_for(path)
-        transformer = spec.load_transformer(path, dtype, device).eval().requires_grad_(False)
-        parts = (spec.load_encoder(path, dtype, device), spec.load_vae(path, dtype, device), spec.load_scheduler(path))
-        return cls(spec, transformer, *parts, device=device, **{"shares_weights": False, **options})
+        return cls(*load_parts(path, dtype, device), device=device, **{"shares_weights": False, **options})
 
     @property
     def policy_version(self) -> int:
@@ -104,98 +94,92 @@ class DiffusersBackend:
 
     # ------------------------------------------------------------------------------------------------ generation
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> list[DiffusionOutput]:
-        """Draw the samples, one output per request and in their order.
+    def generate(self, requests: Sequence[GenerationRequest]) -> TensorDict:
+        """Draw the samples, in the order of their requests; see `samples` for the keys.
 
-        Compatible requests are batched in order, so equal calls give bitwise equal outputs.
+        Compatible requests are batched in order, so equal calls give bitwise equal samples.
+
+        Raises:
+            RolloutConfigError: a size or a prompt that this architecture does not take, or requests of different shapes.
+            AbortedError: some of them were cancelled meanwhile.
         """
         from model_specs.errors import SpecError
 
-        outputs: list[DiffusionOutput | None] = [None] * len(requests)
+        ids = {request.request_id for request in requests}
+        plan = plan_batches(requests, self.max_batch_size)
         with self.lifecycle.generating(len(requests)):
-            ids = {request.request_id for request in requests}
             with self._abort_lock:
                 self._running |= ids
             try:
-                for positions in plan_batches(requests, self.max_batch_size):
-                    batch = [requests[position] for position in positions]
-                    for position, output in zip(positions, self._generate_batch(batch), strict=True):
-                        outputs[position] = output
-            except SpecError as error:  # a size or a prompt that this architecture does not take
+                return in_order([(places, self._generate_batch([requests[i] for i in places])) for places in plan])
+            except SpecError as error:
                 raise RolloutConfigError(str(error)) from error
             finally:
                 with self._abort_lock:
                     self._running -= ids
                     self._aborted -= ids
-        return [output for output in outputs if output is not None]
-
-    def generate_sequences(self, requests: Sequence[GenerationRequest]) -> list[DiffusionOutput]:
-        """`generate` under the name that replicas call on an actor."""
-        return self.generate(requests)
 
     @torch.no_grad()
-    def _generate_batch(self, batch: list[GenerationRequest]) -> list[DiffusionOutput]:
-        first = batch[0]
-        size = {"height": first.height, "width": first.width, "num_frames": first.num_frames}
+    def _generate_batch(self, batch: list[GenerationRequest]) -> TensorDict:
+        first, settings = batch[0], batch[0].settings
         with self._timed("encode"):
-            cond = self.encoder.encode([r.prompt for r in batch], first.max_sequence_length).to(self.device)
-            negative = None
-            if first.uses_cfg:
-                texts = [r.negative_prompt or "" for r in batch]
-                negative = self.encoder.encode(texts, first.max_sequence_length).to(self.device)
-        schedule = self._schedule(first)
-        try:
-            # The count is of this batch alone: a trainer's own calls of a shared module lie outside the block.
-            with self._timed("denoise"), self._sampling(first.adapter), counted_rows([self.transformer]) as count:
-                trajectory = self._denoise(batch, schedule, cond, negative, size)
-        except _AllAbortedError:
-            return [aborted(request, self.policy_version) for request in batch]
+            cond = self._encode([request.prompt for request in batch], settings)
+            negative = self._encode([r.negative_prompt or "" for r in batch], settings) if settings.guided else None
+        schedule = self._schedule(settings)
+        # The count is of this batch alone: a trainer's own calls of a shared module lie outside the block.
+        with self._timed("denoise"), self._sampling(first.adapter), counted_rows([self.transformer]) as count:
+            trajectory = self._denoise(batch, schedule, cond, negative)
         self._batches[len(batch)] = self._batches.get(len(batch), 0) + 1
         with self._timed("decode"):
-            pictures = self.spec.decode(self.vae, trajectory.final, **size).cpu()
+            pictures = self.spec.decode(self.vae, trajectory.final, **_size(settings))
+        self._generated += len(batch)
         stamps: dict[str, Any] = {"policy_version": self.policy_version, "forwards": count.rows / len(batch)}
-        outputs = pack(batch, trajectory, pictures, schedule, cond=cond, negative=negative, **stamps)
-        with self._abort_lock:
-            dropped = {r.request_id for r in batch} & self._aborted
-        self._generated += len(batch) - len(dropped)
-        return [
-            aborted(request, self.policy_version) if request.request_id in dropped else output
-            for request, output in zip(batch, outputs, strict=True)
-        ]
+        return denoised(batch, trajectory, pictures, schedule, cond=cond, negative=negative, **stamps)
 
-    def _denoise(
-        self, batch: list[GenerationRequest], schedule: SigmaSchedule, cond: Any, negative: Any, size: dict[str, int]
-    ) -> Any:
-        first = batch[0]
+    def _encode(self, texts: list[str], settings: SamplerSettings) -> Any:
+        return self.encoder.encode(texts, settings.max_sequence_length).to(self.device)
+
+    def _denoise(self, batch: list[GenerationRequest], schedule: SigmaSchedule, cond: Any, negative: Any) -> Trajectory:
+        settings = batch[0].settings
         generators = generators_of(batch)
-        shape = self.spec.latent_shape(first.height, first.width, first.num_frames)
+        shape = self.spec.latent_shape(settings.height, settings.width, settings.num_frames)
         x = start_noise(batch, generators, shape).to(self.device)
-        options = {"true_cfg_scale": first.true_cfg_scale, "guidance_scale": first.guidance_scale, **size}
+        options = {"true_cfg_scale": settings.true_cfg_scale, "guidance_scale": settings.guidance_scale}
         ids = {request.request_id for request in batch}
 
         def velocity(x_t: Tensor, sigma: Tensor) -> Tensor:
-            if ids <= self._aborted:
-                raise _AllAbortedError
-            return self.spec.velocity(self.transformer, x_t, sigma, cond, negative=negative, **options)
+            if ids & self._aborted:
+                raise AbortedError(f"{len(ids & self._aborted)} of {len(ids)} samples of a batch were cancelled.")
+            return self.spec.velocity(
+                self.transformer, x_t, sigma, cond, negative=negative, **options, **_size(settings)
+            )
 
-        start, part = first.start_step, schedule
+        start, part = settings.start_step, schedule
         if start:  # an edit: the given picture, noised to the level at which the run begins
             clean = torch.stack([clean_latents(request.init_latents, shape) for request in batch]).to(self.device)
             level = float(schedule.sigmas[start])
             x, part = (1 - level) * clean + level * x, SigmaSchedule(schedule.sigmas[start:])
-        window = torch.tensor([r.window for r in batch], dtype=torch.long) - start if first.window else None
-        names: dict[str, Any] = {"kind": first.kind, "solver": first.solver}  # checked when the requests were made
-        names |= {"solver_steps": "post" if first.tail_ratio < 1 else "all", "return_means": first.return_means}
-        return rollout(velocity, x, part, noise_level=first.noise_level, window=window, generators=generators, **names)
+        windows = [request.settings.window for request in batch]
+        return rollout(
+            velocity,
+            x,
+            part,
+            kind=settings.kind,
+            noise_level=settings.noise_level,
+            window=torch.tensor(windows, dtype=torch.long) - start if settings.window else None,
+            generators=generators,
+            solver=settings.solver,
+            solver_steps="post" if settings.tail_ratio < 1 else "all",
+            return_means=batch[0].return_means,
+        )
 
-    def _schedule(self, request: GenerationRequest) -> SigmaSchedule:
-        key = (request.num_inference_steps, request.height, request.width, request.num_frames)
+    def _schedule(self, settings: SamplerSettings) -> SigmaSchedule:
+        key = (settings.num_inference_steps, *_size(settings).values())
         if key not in self._schedules:
-            steps, *size = key
-            keywords = self.spec.schedule_kwargs(self.scheduler, steps, *size)
-            self._schedules[key] = from_diffusers(self.scheduler, steps, **keywords)
+            keywords = self.spec.schedule_kwargs(self.scheduler, *key)
+            self._schedules[key] = from_diffusers(self.scheduler, settings.num_inference_steps, **keywords)
         full = self._schedules[key]
-        return full if request.tail_ratio == 1 else thin_tail(full, request.window_end, request.tail_ratio)
+        return full if settings.tail_ratio == 1 else thin_tail(full, settings.window_end, settings.tail_ratio)
 
     @contextmanager
     def _sampling(self, adapter: str) -> Iterator[None]:
@@ -260,7 +244,7 @@ class DiffusersBackend:
         self.lifecycle.resume()
 
     def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """Cancel requests of a `generate` that runs in another thread; their outputs come back as aborted."""
+        """Cancel requests of a `generate` that runs in another thread: it raises `AbortedError`."""
         with self._abort_lock:
             hit = set(self._running) if request_ids is None else self._running & set(request_ids)
             self._aborted |= hit
@@ -285,3 +269,27 @@ class DiffusersBackend:
             yield
         finally:
             self._seconds[phase] += time.perf_counter() - start
+
+
+def load_parts(path: str, dtype: torch.dtype, device: torch.device | str) -> tuple[Any, nn.Module, Any, nn.Module, Any]:
+    """The first five arguments of `DiffusersBackend`, from a diffusers pipeline folder."""
+    try:
+        from model_specs import get_spec_for
+    except ImportError as error:
+        raise MissingExtraError(
+            "The diffusers backend needs model-specs: pip install './packages/omni-rollout[diffusers]'"
+        ) from error
+    spec = get_spec_for(path)
+    transformer = spec.load_transformer(path, dtype, device).eval().requires_grad_(False)
+    return (
+        spec,
+        transformer,
+        spec.load_encoder(path, dtype, device),
+        spec.load_vae(path, dtype, device),
+        spec.load_scheduler(path),
+    )
+
+
+def _size(settings: SamplerSettings) -> dict[str, int]:
+    """Of the picture, in the order in which specs take it."""
+    return {"height": settings.height, "width": settings.width, "num_frames": settings.num_frames}

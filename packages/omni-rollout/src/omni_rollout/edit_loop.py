@@ -1,6 +1,6 @@
 """A composite agent loop: draw, judge, edit.
 
-The first turn draws a sample. The reward judges it; a sample that is good enough is handed back. Any other is noised halfway
+The first turn draws the samples. The reward judges each; one that is good enough is handed back. Any other is noised halfway
 back and denoised again (SDEdit, arXiv 2108.01073), which keeps its composition and redraws its details, until the judge is
 satisfied or the turns are used up. The trajectory that is trained is the last turn's: its window lies behind the step at
 which the edit began, so rows of one batch may differ in `step_index` and in `num_turns`.
@@ -8,61 +8,86 @@ which the edit began, so rows of one batch may differ in `step_index` and in `nu
 
 from __future__ import annotations
 
-import time
-from typing import Any
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
 
-from .agent_loop import DiffusionAgentLoop, DiffusionAgentLoopOutput, as_loop_output, register
+import torch
+
 from .errors import RolloutConfigError
+from .loop_base import DiffusionAgentLoop
+from .samples import Chunk
+from .types import GenerationRequest
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from torch import Tensor
 
 GOOD_ENOUGH = 1.0
 """Score at which the loop stops."""
 
 
-@register("diffusion_judge_edit_agent")
 class DiffusionJudgeEditAgentLoop(DiffusionAgentLoop):
-    """Up to `agent.num_turns` turns; needs a reward."""
+    """Up to `agent.num_turns` turns; needs a reward. Adds `num_turns` int64 [B] and `first_score` fp32 [B] (NaN: not judged)."""
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> DiffusionAgentLoopOutput:
-        """See `DiffusionAgentLoop.run`. Adds the metrics `first_score` and `judge_s`, and `turn_scores`."""
+    async def run(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
+        """See `DiffusionAgentLoop.run`."""
         if self.reward is None:
             raise RolloutConfigError("diffusion_judge_edit_agent judges between its turns: give the worker a reward.")
-        start, judging, scores = time.perf_counter(), 0.0, []
-        request = self.make_request(sampling_params, **kwargs)
-        turn = 1
-        while True:
-            output = as_loop_output(request, await self.client.generate(request), 0.0)
-            if turn == self.config.agent.num_turns:
-                break  # the worker asks for the score of the last turn
-            judged = time.perf_counter()
-            picture = output.response_diffusion_output.numpy()
-            score, _, _ = await self.reward(picture, request.prompt, request.metadata, kwargs["uid"], kwargs["index"])
-            judging += time.perf_counter() - judged
-            scores.append(score)
-            if score >= GOOD_ENOUGH:
-                break
-            turn += 1
-            request = self._edit(request, output, turn, **kwargs)
-        output.num_turns = turn
-        output.metrics["generate_s"] = time.perf_counter() - start - judging
-        output.metrics["judge_s"] = judging
-        if scores:
-            output.metrics["first_score"] = scores[0]
-        output.extra_fields["turn_scores"] = scores
-        return output
+        first: dict[int, float] = {}
+        turn = list(enumerate(requests))  # (position in the call, request of this turn)
+        for number in range(1, self.config.agent.num_turns + 1):
+            again: list[tuple[int, GenerationRequest]] = []
+            async for places, samples in self.client.stream([request for _, request in turn]):
+                members = [turn[place] for place in places]
+                keep = list(range(len(members)))
+                if number < self.config.agent.num_turns:  # the worker asks for the score of the last turn
+                    scores = await self._judge(members, samples)
+                    for (position, _), score in zip(members, scores, strict=True):
+                        first.setdefault(position, score)
+                    keep = [row for row, score in enumerate(scores) if score >= GOOD_ENOUGH]
+                    again += [
+                        (position, edited(requests[position], samples["final_latents"][row], number + 1))
+                        for row, (position, _) in enumerate(members)
+                        if row not in keep
+                    ]
+                if keep:
+                    kept = samples[torch.tensor(keep)]
+                    positions = [members[row][0] for row in keep]
+                    kept["num_turns"] = torch.full((len(keep),), number)
+                    kept["first_score"] = torch.tensor([first.get(position, torch.nan) for position in positions])
+                    yield positions, kept
+            turn = again
+            if not turn:
+                return
 
-    def _edit(self, request: Any, output: DiffusionAgentLoopOutput, turn: int, **kwargs: Any) -> Any:
-        """The next turn's request: half of the noise, a window of the same length behind it, noise of its own."""
-        steps, size = request.num_inference_steps, len(request.window)
-        begin = steps // 2
-        if begin < 1 or begin + size >= steps + (size == 0):
-            raise RolloutConfigError(
-                f"an edit begins at step {begin} of {steps} and leaves no room for a window of {size} steps and a last "
-                "ODE step: use more steps or a smaller window."
-            )
-        return request.replace(
-            request_id=f"{kwargs['request_id']}-turn{turn}",
-            uid=f"{kwargs['uid']}/turn{turn}",
-            window=tuple(range(begin, begin + size)),
-            init_latents=output.extra_fields["final_latents"],
-            start_step=begin,
+    async def _judge(self, members: list[tuple[int, GenerationRequest]], samples: TensorDict) -> list[float]:
+        assert self.reward is not None
+        asked = (
+            self.reward(picture, request.prompt, request.metadata, request.uid, request.index)
+            for (_, request), picture in zip(members, samples["responses"].numpy(), strict=True)
         )
+        return [score for score, _, _ in await asyncio.gather(*asked)]
+
+
+def edited(request: GenerationRequest, latents: Tensor, turn: int) -> GenerationRequest:
+    """The request of an edit: half of the noise, a window of the same length behind it, noise of its own.
+
+    Args:
+        request: of the first turn.
+        latents: clean latents […] of the picture to edit.
+    """
+    settings = request.settings
+    steps, size = settings.num_inference_steps, len(settings.window)
+    begin = steps // 2
+    if begin < 1 or begin + size >= steps + (size == 0):
+        raise RolloutConfigError(
+            f"an edit begins at step {begin} of {steps} and leaves no room for a window of {size} steps and a last "
+            "ODE step: use more steps or a smaller window."
+        )
+    return request.replace(
+        request_id=f"{request.request_id}-turn{turn}",
+        uid=f"{request.uid}/turn{turn}",
+        settings=settings.replace(window=tuple(range(begin, begin + size)), start_step=begin),
+        init_latents=latents,
+    )

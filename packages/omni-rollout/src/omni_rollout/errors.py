@@ -32,5 +32,9 @@ class DeadlineError(RolloutError, TimeoutError):
     """A request did not finish in time on any replica that was tried."""
 
 
+class AbortedError(RolloutError):
+    """A call was cancelled before its samples were finished."""
+
+
 class MissingExtraError(RolloutError, ImportError):
     """An optional dependency is not installed; the message holds the install command."""

@@ -1,7 +1,7 @@
 """All replicas of a run as one: started where they fit, synced together, replaced when they die.
 
-    fleet = await Fleet.launch(config, model_config)
-    output = await fleet.router.generate(request)
+    fleet = await Fleet.launch(config, path)
+    async for places, samples in fleet.router.stream(requests): ...
     receipts = await fleet.update_lora(payload)
 
 A replica that is replaced gets the newest adapters before it takes a request, so that nobody samples from an old policy.
@@ -15,10 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .backend import WeightReceipt
+from .backend import RolloutBackend, WeightReceipt
 from .config import DiffusionRolloutConfig
 from .errors import RolloutConfigError
 from .placement import Node, assign_beside, assign_nodes, cluster_nodes, import_ray, on_node
+from .remote import ASIDE
 from .replica import DiffusersReplica, Replica
 from .router import Router
 
@@ -30,12 +31,12 @@ class Fleet:
 
     Args:
         config: the rollout configuration.
-        model_config: has `path`, a diffusers pipeline folder.
+        path: diffusers pipeline folder.
         resync: brings a new replica to the newest base weights; needed where base weights are trained.
     """
 
-    def __init__(self, config: DiffusionRolloutConfig, model_config: Any, resync: Resync | None = None) -> None:
-        self.config, self.model_config = config, model_config
+    def __init__(self, config: DiffusionRolloutConfig, path: str, resync: Resync | None = None) -> None:
+        self.config, self.path = config, path
         self.router: Router
         self._resync = resync
         self._payloads: dict[str, tuple[Any, Any]] = {}
@@ -47,7 +48,7 @@ class Fleet:
     async def launch(
         cls,
         config: DiffusionRolloutConfig,
-        model_config: Any,
+        path: str,
         *,
         cpus: float = 1.0,
         resync: Resync | None = None,
@@ -56,7 +57,7 @@ class Fleet:
         """Start `config.num_replicas` replicas.
 
         Args:
-            config, model_config, resync: as for the constructor.
+            config, path, resync: as for the constructor.
             cpus: CPU cores that Ray reserves for each replica.
             beside: (node id, GPU id) of GPUs that trainers hold already. Replicas then share them: they reserve no GPU in
                 Ray, and each is given the next ones of a node, in order. None: GPUs of their own, placed by
@@ -65,7 +66,7 @@ class Fleet:
         Raises:
             RolloutConfigError: at once, when they do not fit, with what is missing.
         """
-        fleet = cls(config, model_config, resync)
+        fleet = cls(config, path, resync)
         fleet._cpus = cpus
         count, needs, nodes = config.num_replicas, fleet.gpus, cluster_nodes()
         if beside is not None and needs:
@@ -86,36 +87,34 @@ class Fleet:
             return 0 if self.config.device == "cpu" else 1
         from .vllm_omni.replica import vLLMOmniReplica
 
-        return vLLMOmniReplica(self.config, self.model_config).gpus
+        return vLLMOmniReplica(self.config, self.path).gpus
 
     async def _start(self, place: int) -> Replica:
         node, devices = self._places[place]
         if self.config.backend == "vllm_omni":
             from .vllm_omni.replica import vLLMOmniReplica
 
-            replica = vLLMOmniReplica(
-                self.config, self.model_config, place, node=node, cpus=self._cpus, devices=devices
-            )
+            replica = vLLMOmniReplica(self.config, self.path, place, node=node, cpus=self._cpus, devices=devices)
             await replica.launch()
             return replica
         from .hosted import HostedDiffusersBackend
 
         ray = import_ray()
-        actor = ray.remote(HostedDiffusersBackend).options(
+        actor = ray.remote(
             num_gpus=self.gpus if devices is None else 0,
             num_cpus=self._cpus,
-            max_concurrency=100,
+            concurrency_groups={ASIDE: 1},
             scheduling_strategy=on_node(node),
-        )
+        )(HostedDiffusersBackend)
         options = {
             "max_batch_size": self.config.max_batch_size,
             "device": self.config.device,
             "cuda_visible_devices": devices,
         }
-        handle = actor.remote(self.model_config.path, self.config.dtype, **options)
+        handle = actor.remote(self.path, self.config.dtype, **options)
         hosted = DiffusersReplica(handle, self.config.max_batch_size, name=f"diffusers-{place}")
         async with asyncio.timeout(self.config.router.start_timeout_s):
-            await hosted.health()  # loading errors come out here
+            await hosted.backend.call(RolloutBackend.health)  # queued behind the loading, whose errors come out here
         return hosted
 
     async def _restart(self, place: int) -> Replica:
@@ -194,12 +193,12 @@ class Fleet:
         """Finish what is in flight, then give the GPUs back; requests wait until `wake_up`."""
         await self.router.drain()
         self._asleep = True
-        await self.router.broadcast("sleep")
+        await self.router.each(lambda replica: replica.sleep())
 
     async def wake_up(self) -> None:
         """Take the GPUs again and let requests through."""
         self._asleep = False
-        await self.router.broadcast("wake_up")
+        await self.router.each(lambda replica: replica.wake_up())
         self.router.admit()
 
     async def close(self) -> None:

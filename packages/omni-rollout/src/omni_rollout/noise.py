@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from sde_samplers import initial_noise, sample_generator
 from torch import Tensor
 
 from .errors import RolloutConfigError
+from .types import GenerationRequest
 
 
-class NoiseSource(Protocol):
-    """What decides a sample's noise: a request, or the knobs that travel with one."""
-
-    @property
-    def seed(self) -> int: ...
-    @property
-    def uid(self) -> str: ...
-    @property
-    def index(self) -> int: ...
-    @property
-    def shared_noise(self) -> bool: ...
-
-
-def generators_of(rows: Sequence[NoiseSource]) -> list[torch.Generator]:
+def generators_of(rows: Sequence[GenerationRequest]) -> list[torch.Generator]:
     """One generator per sample, for its start and then for its steps."""
     return [sample_generator(row.seed, row.uid, row.index) for row in rows]
 
 
 def start_noise(
-    rows: Sequence[NoiseSource], generators: list[torch.Generator], shape: torch.Size | tuple[int, ...]
+    rows: Sequence[GenerationRequest], generators: list[torch.Generator], shape: torch.Size | tuple[int, ...]
 ) -> Tensor:
     """[B, …] fp32 on the CPU. A row with `shared_noise` starts where sample 0 of its group starts.
 
@@ -41,7 +28,7 @@ def start_noise(
     noise = initial_noise(generators, tuple(shape))
     starts: dict[tuple[int, str], Tensor] = {}
     for i, row in enumerate(rows):
-        if row.shared_noise and row.index != 0:
+        if row.settings.shared_noise and row.index != 0:
             group = (row.seed, row.uid)
             if group not in starts:
                 starts[group] = initial_noise([sample_generator(*group, 0)], tuple(shape))[0]

@@ -1,7 +1,6 @@
 """`POST /v1/images/generations` in OpenAI's form, for people who want to look at the policy that samples now.
 
-Rollouts do not come through here: they need trajectories, which this route does not carry. Works over anything with
-`await generate(request)`: a server, a replica, a router.
+Rollouts do not come through here: they need trajectories, which this route does not carry.
 """
 
 from __future__ import annotations
@@ -14,14 +13,19 @@ import json
 import re
 import socket
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sde_samplers.settings import SamplerSettings
+
 from .config import DiffusionPipelineConfig
-from .errors import MissingExtraError, ReplicaError, RolloutConfigError, RolloutError
+from .errors import MissingExtraError, RolloutConfigError, RolloutError
 from .types import GenerationRequest
 
 if TYPE_CHECKING:
-    from .agent_loop import Client
+    from tensordict import TensorDict
+
+Draw = Callable[[Sequence[GenerationRequest]], Awaitable["TensorDict"]]
 
 _FIELDS = (
     "prompt", "n", "size", "seed", "negative_prompt", "num_inference_steps", "true_cfg_scale", "guidance_scale", "adapter",
@@ -35,11 +39,11 @@ _MULTIPLE = 16
 """Sides of a picture are multiples of this: latent cells of 8 pixels, in patches of 2, in every architecture of model_specs."""
 
 
-def create_app(client: Client, pipeline: DiffusionPipelineConfig, model: str = "policy") -> Any:
+def create_app(draw: Draw, pipeline: DiffusionPipelineConfig, model: str = "policy") -> Any:
     """A FastAPI application.
 
     Args:
-        client: where pictures come from.
+        draw: gives the samples of some requests, as a backend's `generate` does.
         pipeline: defaults for what a request leaves out.
         model: name shown under `/v1/models`.
 
@@ -65,8 +69,8 @@ def create_app(client: Client, pipeline: DiffusionPipelineConfig, model: str = "
         try:
             body = _object(await http.body())
             requests = requests_of(body, pipeline, next(numbers))
-            pictures = await asyncio.gather(*(client.generate(request) for request in requests))
-            data = [{"b64_json": to_png(picture.diffusion_output)} for picture in pictures]
+            samples = await draw(requests)
+            data = [{"b64_json": to_png(picture)} for picture in samples["responses"]]
         except RolloutError as error:
             status = 400 if isinstance(error, RolloutConfigError) else 503
             kind = "invalid_request_error" if status == 400 else "server_error"
@@ -82,8 +86,8 @@ def create_app(client: Client, pipeline: DiffusionPipelineConfig, model: str = "
 class ImageServer:
     """`create_app` on 127.0.0.1, in the event loop that starts it. Args as there."""
 
-    def __init__(self, client: Client, pipeline: DiffusionPipelineConfig, model: str = "policy") -> None:
-        self._app = create_app(client, pipeline, model)
+    def __init__(self, draw: Draw, pipeline: DiffusionPipelineConfig, model: str = "policy") -> None:
+        self._app = create_app(draw, pipeline, model)
         self._server: Any = None
         self._task: asyncio.Future[None] | None = None
 
@@ -178,6 +182,14 @@ def requests_of(body: dict[str, Any], pipeline: DiffusionPipelineConfig, number:
         raise RolloutConfigError(f"prompt={prompt!r} must be a text, and not empty.")
     width, height = _size(body, pipeline)
     cfg = float(_number(body, "true_cfg_scale", pipeline.true_cfg_scale, 0, 100, whole=False))
+    settings = SamplerSettings(
+        width=width,
+        height=height,
+        num_inference_steps=_number(body, "num_inference_steps", pipeline.num_inference_steps, 1, 1000),
+        true_cfg_scale=cfg,
+        guidance_scale=_number(body, "guidance_scale", pipeline.guidance_scale, 0, 100, whole=False),
+        max_sequence_length=pipeline.max_sequence_length,
+    )
     return [
         GenerationRequest(
             request_id=f"image-{number}-{index}",
@@ -186,12 +198,7 @@ def requests_of(body: dict[str, Any], pipeline: DiffusionPipelineConfig, number:
             prompt=prompt,
             negative_prompt=_text(body, "negative_prompt", " " if cfg > 1 else None),
             seed=_number(body, "seed", 0, 0, 2**63 - 1),
-            width=width,
-            height=height,
-            num_inference_steps=_number(body, "num_inference_steps", pipeline.num_inference_steps, 1, 1000),
-            true_cfg_scale=cfg,
-            guidance_scale=_number(body, "guidance_scale", pipeline.guidance_scale, 0, 100, whole=False),
-            max_sequence_length=pipeline.max_sequence_length,
+            settings=settings,
             adapter=_text(body, "adapter", "default") or "default",
             return_trajectory=False,
         )
@@ -200,11 +207,9 @@ def requests_of(body: dict[str, Any], pipeline: DiffusionPipelineConfig, number:
 
 
 def to_png(picture: Any) -> str:
-    """uint8 [C, H, W] as base64 of a PNG. An aborted sample raises `ReplicaError`."""
+    """uint8 [C, H, W] as base64 of a PNG."""
     from PIL import Image
 
-    if picture is None:
-        raise ReplicaError("the picture was cancelled before it was finished.")
     buffer = io.BytesIO()
     Image.fromarray(picture.permute(1, 2, 0).numpy()).save(buffer, format="PNG")
     return base64.b64encode(buffer.getvalue()).decode()

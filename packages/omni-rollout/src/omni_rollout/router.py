@@ -1,32 +1,46 @@
-"""Spreads requests over replicas: least loaded first, a prompt's group kept together, failures tried again elsewhere.
+"""Spreads the requests of a call over replicas in whole batches, and gives batches that failed to another replica.
 
-A group (all samples of one uid) stays on one replica as long as it is alive, because there its prompt is encoded
-already. A sample's noise depends on (seed, uid, index) alone, so a request tried again on another replica gives the
-same picture, and nothing is lost or drawn twice: each caller waits for exactly one output.
+A sample's noise depends on (seed, uid, index) alone, so a batch that is tried again on another replica gives the same pictures.
+Every request of a call is answered exactly once, or the call fails.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .config import RouterConfig
 from .errors import DeadlineError, LifecycleError, ReplicaDeadError, ReplicaError, RolloutError
 from .replica import Replica
-from .types import DiffusionOutput, GenerationRequest
+from .samples import Chunk
+from .types import GenerationRequest
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 Restart = Callable[[int], Awaitable[Replica]]
+DEPTH = 2
+"""Batches that a replica holds: one is drawn, the next one waits beside it, so that no replica idles between two."""
+
+
+@dataclass
+class _Work:
+    """A batch on its way: positions of its requests in the call, and attempts made so far."""
+
+    places: list[int]
+    attempt: int = 0
 
 
 class Router:
-    """Client of several replicas; the `llm_client` of the agent loop.
+    """Client of several replicas.
 
     Args:
         replicas: one or more.
-        config: limits, deadlines, retries.
+        config: deadlines and retries.
         restart: makes a new replica for a position, already at the newest weights; None leaves dead replicas out.
     """
 
@@ -39,104 +53,110 @@ class Router:
         self.config = config or RouterConfig()
         self.counts: Counter[str] = Counter()
         self._restart = restart if self.config.restart else None
-        self._load = [0] * len(replicas)
+        self._load = [0] * len(replicas)  # batches
         self._alive = [True] * len(replicas)
-        self._home: dict[str, int] = {}
-        self._group: Counter[str] = Counter()
         self._restarts: dict[int, asyncio.Task[None]] = {}
         self._lost: set[int] = set()
         self.last_restart_error = ""
         self._open = True
         self._waiters: list[asyncio.Future[None]] = []
 
-    async def generate(self, request: GenerationRequest) -> DiffusionOutput:
-        """One sample, from whichever replica can give it.
+    async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
+        """Draw all of them; batches come as they are finished.
 
-        Raises `DeadlineError` or the last `ReplicaError` once all attempts failed; `RolloutConfigError` at once.
+        Raises `DeadlineError` or the last `ReplicaError` once all attempts of a batch failed; `RolloutConfigError` at once.
         """
-        self._group[request.uid] += 1
-        self._revive()
+        size = min(replica.batch_size for replica in self.replicas)
+        todo = deque(_Work([*range(i, min(i + size, len(requests)))]) for i in range(0, len(requests), size))
+        running: dict[asyncio.Task[TensorDict], _Work] = {}
         try:
-            failure: RolloutError | None = None
-            name = request.request_id
-            for attempt in range(self.config.max_retries + 1):
-                if attempt:
-                    self.counts["retried"] += 1
-                    # A name of its own: the last attempt may still be cancelled somewhere under its old one.
-                    request = request.replace(request_id=f"{name}~{attempt}")
-                place = await self._place(request.uid)
+            while todo or running:
+                self._revive()
+                while todo and (place := self._free()) is not None:
+                    work = todo.popleft()
+                    batch = [requests[i] for i in work.places]
+                    if work.attempt:  # a name of its own: the last attempt may still be cancelled under its old one
+                        batch = [r.replace(request_id=f"{r.request_id}~{work.attempt}") for r in batch]
+                    running[self._send(place, batch)] = work
+                change = asyncio.ensure_future(self._change())
                 try:
-                    output = await self._attempt(place, request)
-                except (ReplicaError, DeadlineError) as error:
-                    failure = error
-                    continue
-                self.counts["completed" if output.stop_reason == "completed" else "aborted"] += 1
-                return output
-            self.counts["failed"] += 1
-            assert failure is not None
-            raise failure
+                    await asyncio.wait({*running, change}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    change.cancel()
+                for task in [task for task in running if task.done()]:
+                    work = running.pop(task)
+                    try:
+                        samples = task.result()
+                    except (ReplicaError, DeadlineError):
+                        work.attempt += 1
+                        if work.attempt > self.config.max_retries:
+                            self.counts["failed"] += len(work.places)
+                            raise
+                        self.counts["retried"] += len(work.places)
+                        todo.appendleft(work)
+                        continue
+                    self.counts["completed"] += len(work.places)
+                    yield work.places, samples
         finally:
-            self._group[request.uid] -= 1
-            if not self._group[request.uid]:
-                del self._group[request.uid]
-                self._home.pop(request.uid, None)
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
-    async def _attempt(self, place: int, request: GenerationRequest) -> DiffusionOutput:
+    def _send(self, place: int, batch: list[GenerationRequest]) -> asyncio.Task[TensorDict]:
         replica = self.replicas[place]
+
+        def done(_: asyncio.Task[TensorDict]) -> None:
+            if self.replicas[place] is replica:  # and not another one, which came in its place
+                self._load[place] -= 1
+            self._wake()
+
+        task = asyncio.ensure_future(self._attempt(place, replica, batch))
         self._load[place] += 1
+        task.add_done_callback(done)
+        return task
+
+    async def _attempt(self, place: int, replica: Replica, batch: list[GenerationRequest]) -> TensorDict:
         try:
-            timeout = self.config.request_timeout_s
-            if not timeout:
-                return await replica.generate(request)
-            return await asyncio.wait_for(replica.generate(request), timeout)
+            # The deadline is that of a batch's own work, and of the one batch that may lie before it.
+            async with asyncio.timeout(DEPTH * self.config.request_timeout_s or None):
+                return await replica.generate(batch)
         except TimeoutError as error:
-            self.counts["timeouts"] += 1
+            self.counts["timeouts"] += len(batch)
             self._leave(place, replica, "timeouts_replicas")  # a replica that hangs takes its whole queue with it
-            await self._abort(replica, request)
+            await self._abort(replica, batch)
             raise DeadlineError(
-                f"request {request.request_id!r} got no answer in {self.config.request_timeout_s} s: the replica "
-                "hangs or is overloaded. Look at its log, or raise rollout.router.request_timeout_s."
+                f"{replica.name} gave no answer to {len(batch)} requests ({batch[0].request_id!r}, …) in "
+                f"{DEPTH} x {self.config.request_timeout_s} s: it hangs or is overloaded. Look at its log, or raise "
+                "rollout.router.request_timeout_s."
             ) from error
         except asyncio.CancelledError:
-            self.counts["cancelled"] += 1
-            await self._abort(replica, request)
+            self.counts["cancelled"] += len(batch)
+            await self._abort(replica, batch)
             raise
         except ReplicaDeadError:
             self._leave(place, replica, "deaths")
             raise
         except ReplicaError:
-            self.counts["errors"] += 1
-            self._home.pop(request.uid, None)  # try the next attempt wherever there is least load
+            self.counts["errors"] += len(batch)
             raise
-        finally:
-            self._load[place] -= 1
-            self._wake()
 
-    async def _abort(self, replica: Replica, request: GenerationRequest) -> None:
-        # Shielded and short: an abort must not hang on the very replica that hangs.
+    async def _abort(self, replica: Replica, batch: list[GenerationRequest]) -> None:
+        # Short: an abort must not hang on the very replica that hangs.
         try:
-            await asyncio.wait_for(replica.abort([request.request_id]), 1.0)
+            await asyncio.wait_for(replica.abort([request.request_id for request in batch]), 1.0)
         except (TimeoutError, RolloutError):
-            self.counts["aborts_lost"] += 1
+            self.counts["aborts_lost"] += len(batch)
 
-    async def _place(self, uid: str) -> int:
-        """Position of a replica with room: the group's own, else the least loaded. Waits while there is none."""
-        limit = self.config.max_queue_per_replica
-        while True:
-            if self._open:
-                home = self._home.get(uid)
-                if home is not None and self._alive[home] and self._load[home] < limit:
-                    return home
-                ready = [i for i, alive in enumerate(self._alive) if alive and self._load[i] < limit]
-                if ready and (home is None or not self._alive[home]):
-                    place = min(ready, key=lambda i: (self._load[i], i))
-                    self._home[uid] = place
-                    return place
-                if not any(self._alive) and not self._restarts:
-                    why = f" Last restart: {self.last_restart_error}." if self.last_restart_error else ""
-                    raise ReplicaDeadError(f"no replica is left: all are dead and none is being started again.{why}")
-                self.counts["waited"] += 1
-            await self._change()
+    def _free(self) -> int | None:
+        """Position of the least loaded replica with room; None while there is none."""
+        if self._open:
+            ready = [i for i, alive in enumerate(self._alive) if alive and self._load[i] < DEPTH]
+            if ready:
+                return min(ready, key=lambda i: (self._load[i], i))
+            if not any(self._alive) and not self._restarts:
+                why = f" Last restart: {self.last_restart_error}." if self.last_restart_error else ""
+                raise ReplicaDeadError(f"no replica is left: all are dead and none is being started again.{why}")
+        return None
 
     async def _change(self) -> None:
         """Wait until anything about load, life or admission changes."""
@@ -156,19 +176,18 @@ class Router:
     def _leave(self, place: int, replica: Replica, reason: str) -> None:
         """Take a replica out once, and start another in its place when that is possible."""
         if self.replicas[place] is not replica or not self._alive[place]:
-            return  # another request of the same replica was here first
+            return  # another batch of the same replica was here first
         self.counts[reason] += 1
         if self._restart is None and sum(self._alive) == 1 and reason != "deaths":
             return  # the last one: slow is better than nobody
         self._alive[place] = False
-        self._home = {uid: home for uid, home in self._home.items() if home != place}
         self._revive()
         self._wake()
 
     def _revive(self) -> None:
         """Start every dead replica again that nobody is starting and that has not failed for good.
 
-        Asked for with each request, because a restart is a task of the event loop that saw the death: a driver that runs
+        Asked for with each call, because a restart is a task of the event loop that saw the death: a driver that runs
         one loop per step may have ended that loop before the replica was back.
         """
         if self._restart is None:
@@ -205,14 +224,10 @@ class Router:
         """Replicas that take requests now."""
         return [replica for replica, alive in zip(self.replicas, self._alive, strict=True) if alive]
 
-    async def broadcast(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a backend method on every living replica; the first error is raised after all have answered."""
-        return await self.each(lambda replica: replica.call(method, *args, **kwargs))
-
     async def each(self, work: Callable[[Replica], Awaitable[Any]]) -> list[Any]:
         """Do something with every living replica; answers of those that did it.
 
-        One that turns out to be dead leaves, as when a request finds it dead. Any other error is raised, the first of
+        One that turns out to be dead leaves, as when a batch finds it dead. Any other error is raised, the first of
         them, after all have answered.
         """
         living = [(place, self.replicas[place]) for place, alive in enumerate(self._alive) if alive]
@@ -228,33 +243,22 @@ class Router:
         return done
 
     async def drain(self, timeout_s: float = 60.0) -> None:
-        """Hold new requests and wait until nothing is in flight; `admit` lets them through again."""
+        """Hold new batches and wait until nothing is in flight; `admit` lets them through again."""
         self._open = False
         try:
             async with asyncio.timeout(timeout_s):
                 while any(self._load):
                     await self._change()
         except TimeoutError as error:
-            raise LifecycleError(f"{sum(self._load)} requests are still in flight after {timeout_s} s.") from error
+            raise LifecycleError(f"{sum(self._load)} batches are still in flight after {timeout_s} s.") from error
 
     def admit(self) -> None:
-        """Let requests through again after `drain`."""
+        """Let batches through again after `drain`."""
         self._open = True
         self._wake()
 
     def metrics(self) -> dict[str, float]:
-        """Counters since the start, named for the metrics file."""
-        names = (
-            "completed",
-            "aborted",
-            "retried",
-            "errors",
-            "timeouts",
-            "deaths",
-            "restarts",
-            "failed",
-            "cancelled",
-            "waited",
-        )
+        """Counters since the start, in requests (replicas for deaths and restarts), named for the metrics file."""
+        names = ("completed", "retried", "errors", "timeouts", "deaths", "restarts", "failed", "cancelled")
         values = {f"rollout/{name}": float(self.counts[name]) for name in names}
         return values | {"rollout/replicas_alive": float(sum(self._alive))}

@@ -1,24 +1,12 @@
-"""From the configuration and a training step to the fields that every request of a batch shares."""
+"""From the configuration and a training step to the settings that every request of a batch shares."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from sde_samplers.errors import SamplerError
+from sde_samplers.settings import SamplerSettings
 
-from .config import DiffusionRolloutAlgoConfig, DiffusionRolloutConfig, resolve_kind
+from .config import DiffusionRolloutAlgoConfig, DiffusionRolloutConfig
 from .errors import RolloutConfigError
-
-_PIPELINE_FIELDS = (
-    "height",
-    "width",
-    "num_frames",
-    "num_inference_steps",
-    "true_cfg_scale",
-    "guidance_scale",
-    "max_sequence_length",
-)
-_ALGO_FIELDS = ("kind", "noise_level", "solver", "shared_noise", "tail_ratio")
-_OVERRIDES = (*_PIPELINE_FIELDS, *_ALGO_FIELDS, "window", "return_trajectory", "return_means", "adapter")
 
 
 def window_steps(algo: DiffusionRolloutAlgoConfig, num_steps: int, training_step: int = 0) -> tuple[int, ...]:
@@ -52,30 +40,26 @@ def window_steps(algo: DiffusionRolloutAlgoConfig, num_steps: int, training_step
     return moving.steps(training_step)
 
 
-def resolve_sampling(
-    config: DiffusionRolloutConfig,
-    overrides: Mapping[str, Any] | None = None,
-    *,
-    training_step: int = 0,
-    validate: bool = False,
-) -> dict[str, Any]:
-    """Fields of `GenerationRequest` that a batch shares: config first (`val_kwargs` when validating), then `overrides`.
+def resolve_settings(
+    config: DiffusionRolloutConfig, *, training_step: int = 0, validate: bool = False
+) -> SamplerSettings:
+    """What a batch of training samples (or, validating, of `val_kwargs`) is drawn with.
 
-    Raises `RolloutConfigError` for an override that no request has.
+    Raises `RolloutConfigError` for values that contradict each other.
     """
-    overrides = dict(overrides or {})
-    unknown = sorted(set(overrides) - set(_OVERRIDES))
-    if unknown:
-        raise RolloutConfigError(f"sampling keys {unknown!r} are not known; allowed are {', '.join(_OVERRIDES)}.")
     source = config.val_kwargs if validate else config
-    fields: dict[str, Any] = {name: getattr(source.pipeline, name) for name in _PIPELINE_FIELDS}
-    fields |= {name: getattr(source.algo, name) for name in _ALGO_FIELDS}
-    # Validation looks at what is trained, whatever draws the training samples.
-    fields["adapter"] = "default" if validate else config.rollout_adapter
-    fields["return_trajectory"] = not validate
-    fields |= overrides
-    fields["kind"] = resolve_kind(fields["kind"])
-    if "window" not in overrides:
-        ode = fields["kind"] == "ode" or fields["noise_level"] == 0
-        fields["window"] = () if ode else window_steps(source.algo, fields["num_inference_steps"], training_step)
-    return fields
+    pipeline, algo = source.pipeline, source.algo
+    window = window_steps(algo, pipeline.num_inference_steps, training_step)
+    shared = [name for name in SamplerSettings.__dataclass_fields__ if hasattr(pipeline, name)]
+    try:
+        return SamplerSettings(
+            **{name: getattr(pipeline, name) for name in shared},
+            kind=algo.kind if window else "ode",
+            noise_level=algo.noise_level if window else 0.0,
+            window=window,
+            solver=algo.solver,  # type: ignore[arg-type]  # checked by the config
+            tail_ratio=algo.tail_ratio,
+            shared_noise=algo.shared_noise,
+        )
+    except SamplerError as error:
+        raise RolloutConfigError(str(error)) from error

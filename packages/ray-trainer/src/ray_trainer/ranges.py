@@ -147,7 +147,6 @@ RANGES: dict[str, dict[str, Range]] = {
     "DiffusionSamplingConfig": {"n": _COUNT, "seed": _SEED},
     "AgentLoopConfig": {"num_turns": Range(1, 1000)},
     "RouterConfig": {
-        "max_queue_per_replica": _COUNT,
         "request_timeout_s": _SECONDS,
         "max_retries": Range(0, 1000),
         "start_timeout_s": Range(0, 1e7, above=True),

@@ -1,7 +1,7 @@
-"""The driver's side of sampling: replicas, router, agent loop and reward pool, put together once.
+"""The driver's side of sampling: sampler, agent loop and reward pool, put together once.
 
-rows → agent loop (one task a sample) → router → replica → backend in a worker or an engine
-                   └→ reward pool, the moment a sample is finished
+prompts → requests → agent loop → sampler (the trainers themselves, or a router over replicas) → one batch
+                         └→ reward pool, the moment a chunk of samples is there
 """
 
 from __future__ import annotations
@@ -11,23 +11,52 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from image_rewards import RewardSample
 from image_rewards.loop import RewardLoopManager
-from omni_rollout import DiffusionAgentLoopWorker
+from omni_rollout.agent_loop import DiffusionAgentLoopWorker
 from omni_rollout.config import DiffusionPipelineConfig
-from tensordict import NonTensorStack, TensorDict
+from omni_rollout.sampling import resolve_settings
+from omni_rollout.types import GenerationRequest
+from tensordict import TensorDict
 
 from ray_trainer.config import RunConfig
 from ray_trainer.prompts import Prompt
 from ray_trainer.samplers import Sampler
 
-_FAULTS = ("retried", "errors", "timeouts", "deaths", "restarts", "failed")
+_FAULTS = tuple(f"rollout/{name}" for name in ("retried", "errors", "timeouts", "deaths", "restarts", "failed"))
 
 
 def negative_prompt(prompt: Prompt, pipeline: DiffusionPipelineConfig) -> str:
     """The prompt's own negative prompt, which may be empty, else the recipe's."""
     return pipeline.negative_prompt if prompt.negative is None else prompt.negative
+
+
+def requests_of(
+    config: RunConfig, rows: list[tuple[str, Prompt]], n: int, *, step: int, validate: bool
+) -> list[GenerationRequest]:
+    """`n` requests for each (uid, prompt), next to each other, as the config says for this training step or for validation."""
+    rollout = config.rollout
+    pipeline = rollout.val_kwargs.pipeline if validate else rollout.pipeline
+    seed = int((rollout.val_kwargs.seed if validate else rollout.seed) or 0)
+    settings = resolve_settings(rollout, training_step=step, validate=validate)
+    return [
+        GenerationRequest(
+            request_id=f"{uid}/{index}",
+            uid=uid,
+            index=index,
+            prompt=prompt.text,
+            seed=seed,
+            settings=settings,
+            negative_prompt=negative_prompt(prompt, pipeline) if settings.guided else None,
+            metadata=prompt.metadata,
+            # Validation looks at what is trained, whatever draws the training samples.
+            adapter="default" if validate else rollout.rollout_adapter,
+            return_trajectory=not validate,
+            return_means=not validate and config.rollout_means,
+        )
+        for uid, prompt in rows
+        for index in range(n)
+    ]
 
 
 class Rollouts:
@@ -53,7 +82,7 @@ class Rollouts:
             concurrency=reward.concurrency,
             batch_size=reward.batch_size,
         )
-        self.agent_loop = DiffusionAgentLoopWorker(config.rollout, sampler.router, self._reward)
+        self.agent_loop = DiffusionAgentLoopWorker(config.rollout, sampler, self._reward)
         self._faults: dict[str, float] = {}
 
     async def _reward(
@@ -76,25 +105,8 @@ class Rollouts:
         Returns:
             TensorDict [B = len(rows)·n] as `schema` describes it, the samples of a prompt next to each other.
         """
-        repeated = [(uid, prompt, i) for uid, prompt in rows for i in range(n)]
-        rollout = self.config.rollout
-        seed = rollout.val_kwargs.seed if validate else rollout.seed
-        pipeline = rollout.val_kwargs.pipeline if validate else rollout.pipeline
-        batch = TensorDict({"index": torch.tensor([i for _, _, i in repeated])}, batch_size=[len(repeated)])
-        columns: dict[str, list[Any]] = {
-            "uid": [uid for uid, _, _ in repeated],
-            "prompt": [prompt.text for _, prompt, _ in repeated],
-            "negative_prompt": [negative_prompt(prompt, pipeline) for _, prompt, _ in repeated],
-            "metadata": [prompt.metadata for _, prompt, _ in repeated],
-        }
-        for key, values in columns.items():
-            batch[key] = NonTensorStack(*values)
-        batch["seed"] = torch.full((len(repeated),), int(seed or 0))
-        if not validate and self.config.rollout_means:
-            batch.set_non_tensor("sampling", {"return_means": True})
-        batch.set_non_tensor("training_step", step)
-        batch.set_non_tensor("validate", validate)
-        return await self.agent_loop.generate_sequences(batch)
+        requests = requests_of(self.config, rows, n, step=step, validate=validate)
+        return await self.agent_loop.generate_sequences(requests)
 
     def score_metrics(self, batch: TensorDict) -> dict[str, float]:
         """`reward/mean`, `reward/std`, `reward/failed` and the mean of every component, over the samples that have a score."""
@@ -105,15 +117,16 @@ class Rollouts:
             "reward/std": float(finite.std()) if len(finite) > 1 else 0.0,
             "reward/failed": float(sum(error is not None for error in batch["reward_errors"])),
         }
-        for name in batch.get_non_tensor("reward_extra_keys"):
-            values = [row[name] for row in batch["reward_components"] if name in row]
+        components = list(batch["reward_components"])
+        for name in sorted({name for row in components for name in row}):
+            values = [row[name] for row in components if name in row]
             metrics[f"reward/{name}_mean"] = sum(values) / len(values) if values else math.nan
         return metrics
 
     def fault_metrics(self) -> dict[str, float]:
         """Requests that failed, were repeated or timed out, and replicas that died or came back, since the last call."""
-        seen = {name: self.sampler.router.metrics()[f"rollout/{name}"] for name in _FAULTS}
-        new = {f"rollout/{name}": count - self._faults.get(name, 0.0) for name, count in seen.items()}
+        seen = {name: count for name, count in self.sampler.faults().items() if name in _FAULTS}
+        new = {name: count - self._faults.get(name, 0.0) for name, count in seen.items()}
         self._faults = seen
         return new
 

@@ -7,17 +7,20 @@ the adapters and believes nothing but its receipt.
 
 from __future__ import annotations
 
+import asyncio
 import os
-from types import SimpleNamespace
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from lora_sync import verify
-from omni_rollout import DiffusersReplica, Router
 from omni_rollout.fleet import Fleet
+from omni_rollout.samples import Chunk
+from omni_rollout.types import GenerationRequest
 
 from ray_trainer.config import RunConfig
 from ray_trainer.models import fetch
 from ray_trainer.step_metrics import Metrics
+from ray_trainer.workers import ActorRolloutRefWorker as Worker
 
 if TYPE_CHECKING:
     from ray_trainer.group import WorkerGroup
@@ -26,7 +29,13 @@ if TYPE_CHECKING:
 class Sampler(Protocol):
     """Where samples come from."""
 
-    router: Router
+    def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
+        """Draw all of them; see `omni_rollout.loop_base.Client`."""
+        ...
+
+    def faults(self) -> Metrics:
+        """Counters since the start of what went wrong and was mended."""
+        ...
 
     async def sync(self, version: int) -> Metrics:
         """Bring every sampler to the trainer's weights and prove it. Raises `LoRASyncError` when the proof fails."""
@@ -47,13 +56,35 @@ class HybridSampler:
     """The training processes sample with their own weights."""
 
     def __init__(self, config: RunConfig, workers: WorkerGroup):
-        self.workers = workers
-        size = config.rollout.max_batch_size
-        self.router = Router([DiffusersReplica(h, size) for h in workers.rollout_handles()], config.rollout.router)
+        self.config, self.workers = config, workers
+
+    async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
+        """Whole batches, in the order of the requests; the next one is drawn while this one is scored."""
+        size = self.config.rollout.max_batch_size * self.workers.size
+        batches = [list(range(i, min(i + size, len(requests)))) for i in range(0, len(requests), size)]
+        # All are sent at once, in order: the workers draw one after the other.
+        tasks = [asyncio.ensure_future(self.workers.generate([requests[i] for i in batch])) for batch in batches]
+        try:
+            for batch, task in zip(batches, tasks, strict=True):
+                yield batch, await task
+        finally:
+            left = [
+                requests[i].request_id
+                for batch, task in zip(batches, tasks, strict=True)
+                if not task.done()
+                for i in batch
+            ]
+            if left:
+                await self.workers.abort(left)
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def faults(self) -> Metrics:
+        """None is mended here: a worker that fails ends the run."""
+        return {}
 
     async def sync(self, version: int) -> Metrics:
         """Nothing moves; the receipts prove that the sampler's module holds what the trainer extracts."""
-        return self.workers.update_weights(version)
+        return self.workers.call(Worker.update_weights, version)[0]
 
     async def leave_gpu(self) -> None:
         """The weights are the trainer's own."""
@@ -67,7 +98,6 @@ class FleetSampler:
 
     def __init__(self, config: RunConfig, workers: WorkerGroup, fleet: Fleet, shares_gpu: bool):
         self.config, self.workers, self.fleet = config, workers, fleet
-        self.router = fleet.router
         self._version = -1
         self._sleeps = (
             shares_gpu and config.rollout.backend == "vllm_omni" and config.rollout.vllm_omni.enable_sleep_mode
@@ -86,9 +116,16 @@ class FleetSampler:
                 os.environ.setdefault("OMNI_ROLLOUT_CPU", "1")
             elif gpus < workers.gpus + rollout.num_replicas * rollout.vllm_omni.tensor_model_parallel_size:
                 beside = workers.gpu_places()
-        model = SimpleNamespace(path=str(fetch(config.model.path)), algorithm="flow_grpo")
-        fleet = await Fleet.launch(rollout, model, cpus=0.25, beside=beside)
+        fleet = await Fleet.launch(rollout, str(fetch(config.model.path)), cpus=0.25, beside=beside)
         return cls(config, workers, fleet, beside is not None)
+
+    def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
+        """Whole batches over all replicas, as they are finished."""
+        return self.fleet.router.stream(requests)
+
+    def faults(self) -> Metrics:
+        """See `Router.metrics`."""
+        return self.fleet.router.metrics()
 
     async def sync(self, version: int) -> Metrics:
         """Send every adapter that samples to every replica, and check their receipts."""

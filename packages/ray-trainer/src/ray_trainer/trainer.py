@@ -47,6 +47,7 @@ from ray_trainer.rollouts import Rollouts
 from ray_trainer.run_dir import open_run_dir
 from ray_trainer.samplers import open_sampler
 from ray_trainer.step_metrics import Clock, Metrics, forwards_per_sample
+from ray_trainer.workers import ActorRolloutRefWorker as Worker
 
 
 class RayDiffusionTrainer(ABC):
@@ -148,14 +149,14 @@ class RayDiffusionTrainer(ABC):
             truncate_validations(self.run.path, -1)
         else:
             self.phase = "load"
-            self.workers.call("load_checkpoint", str(checkpoint.step_folder(self.run.checkpoints, done)))
+            self.workers.call(Worker.load_checkpoint, str(checkpoint.step_folder(self.run.checkpoints, done)))
             self.writer.truncate_after(done)
             truncate_validations(self.run.path, done)
             self.echo(f"resuming {self.run.path} after step {done}")
         # Only now: what the workers refuse leaves the folder as it was.
         save_changes(self.run.path, done or 0, self.changes if done else [])
         resume.begin(self.run, self.config, self.inputs)
-        save_environment(self.run.path, self.workers.call("describe")[0])
+        save_environment(self.run.path, self.workers.call(Worker.describe)[0])
         # The first sync: no sample is drawn before the sampler has proved that it holds the trainer's weights.
         self.sync(done or 0)
         return done or 0
@@ -221,8 +222,8 @@ class RayDiffusionTrainer(ABC):
         data, prepared = self.prepare_update(batch, step)
         clock.lap("time/prepare")
         self._updated = step + 1
-        metrics |= prepared | self.update_actor(data, step) | self.workers.refresh_old_policy(step)
-        metrics |= self.workers.take_forwards()
+        metrics |= prepared | self.update_actor(data, step) | self.workers.call(Worker.refresh_old_policy, step)[0]
+        metrics |= self.workers.call(Worker.take_forwards)[0]
         metrics["forwards/per_sample"] = forwards_per_sample(metrics, trained_share=len(data) / len(batch))
         clock.lap("time/update")
         self._warn_about_noise(metrics)
@@ -235,7 +236,7 @@ class RayDiffusionTrainer(ABC):
         metrics |= clock.laps | {
             "time/step": clock.total(),
             "perf/images_per_s": len(batch) / clock.laps["time/rollout"],
-            "perf/max_memory_gb": self.workers.max_memory_gb(),
+            "perf/max_memory_gb": max(self.workers.call(Worker.memory_gb)),
         }
         # The row first: a run killed in between resumes from the checkpoint before and writes the row again.
         self._append(done, metrics)
@@ -288,8 +289,8 @@ class RayDiffusionTrainer(ABC):
         """Check and describe the scores. They were asked for sample by sample while the others were still being drawn."""
         schema.check(batch, schema.ROLLOUT, "rollout and reward")
         metrics = self.rollouts.score_metrics(batch) | self.rollouts.fault_metrics()
-        if "forwards" in batch.keys():  # noqa: SIM118 - `in` on a TensorDict means something else
-            metrics["forwards/rollout"] = float(batch["forwards"].mean())
+        metrics["forwards/rollout"] = float(batch["forwards"].mean())
+        metrics["rollout/batch_rows"] = float(batch["batch_rows"].float().mean())
         return metrics
 
     def compute_advantage(self, batch: TensorDict) -> tuple[TensorDict, Metrics]:
@@ -352,12 +353,14 @@ class RayDiffusionTrainer(ABC):
 
     def _save(self, step: int) -> None:
         self.phase = "save"
-        self.workers.call("save_checkpoint", str(checkpoint.step_folder(self.run.checkpoints, step)), step)
+        self.workers.call(Worker.save_checkpoint, str(checkpoint.step_folder(self.run.checkpoints, step)), step)
         checkpoint.publish(self.run.checkpoints, step, self.config.trainer.keep_checkpoints)
 
     def _finish(self) -> None:
         self.phase = "report"
-        exported = self.workers.call("export_lora", str(self.run.lora))[0] if self.config.model.lora_rank > 0 else None
+        exported = (
+            self.workers.call(Worker.export_lora, str(self.run.lora))[0] if self.config.model.lora_rank > 0 else None
+        )
         report = write_report(self.run.path)
         for line in self.summary():
             self.echo(line)

@@ -1,11 +1,14 @@
-"""Refuse what a package can do and these programs cannot yet: a key works or is refused, never ignored. Imports no torch."""
+"""Refuse what a package can do and these programs cannot yet: a key works or is refused, never ignored. Imports no torch, but
+for an agent loop of somebody's own."""
 
 from __future__ import annotations
 
-from ray_trainer.config import RunConfig
-from ray_trainer.validate_algorithm import require
+from omni_rollout.errors import RolloutConfigError
+from omni_rollout.loops import LOOPS, get_agent_loop
 
-AGENT_LOOPS = ("diffusion_single_turn_agent", "diffusion_judge_edit_agent")
+from ray_trainer.config import RunConfig
+from ray_trainer.errors import TrainerError
+from ray_trainer.validate_algorithm import require
 
 
 def check_supported(config: RunConfig) -> None:
@@ -31,7 +34,11 @@ def check_supported(config: RunConfig) -> None:
     )
     require(actor.strategy == "fsdp", f"actor.strategy={actor.strategy!r}: fsdp is the one there is")
     loop = rollout.agent.default_agent_loop
-    require(loop in AGENT_LOOPS, f"rollout.agent.default_agent_loop={loop!r} must be one of {', '.join(AGENT_LOOPS)}")
+    if loop not in LOOPS:  # a class of somebody's own
+        try:
+            get_agent_loop(loop)
+        except RolloutConfigError as error:
+            raise TrainerError(f"rollout.agent.default_agent_loop: {error}") from error
     parallel = [name for name in rollout.vllm_omni.engine_kwargs if name.endswith(("_parallel_size", "_degree"))]
     require(
         not parallel,

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from omni_rollout.types import DiffusionOutput, GenerationRequest
+from omni_rollout.types import GenerationRequest
 from tensordict import TensorDict
 
 from ray_trainer.cluster import available_cpus
@@ -87,14 +87,14 @@ class ActorRolloutRefWorker:
 
     # ---- rollout ---------------------------------------------------------------------------------------------------------
 
-    def generate_sequences(self, requests: Sequence[GenerationRequest]) -> list[DiffusionOutput]:
-        """Draw samples; called by the replica with one chunk of requests."""
+    def generate(self, requests: Sequence[GenerationRequest]) -> TensorDict:
+        """Draw samples; see `omni_rollout.samples` for the keys."""
         with self.engine.eval_mode():
             return self.backend.generate(requests)
 
-    def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """Cancel requests in flight."""
-        return self.backend.abort(request_ids)
+    def abort(self, request_ids: Sequence[str]) -> int:
+        """Cancel requests in flight; called while `generate` runs."""
+        return int(self.backend.abort(request_ids))
 
     # ---- policy ----------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..counting import RowCount, counted_rows
 from ..errors import RolloutConfigError
-from .rollout_batch import KNOBS, RolloutBatch
+from .rollout_batch import REQUEST, RolloutBatch
 
 _CACHED_PROMPTS = 512
 
@@ -25,7 +25,7 @@ _CACHED_PROMPTS = 512
 class RolloutMixin:
     """Put before an engine pipeline in the bases: `class Mine(RolloutMixin, EnginePipeline)`.
 
-    Requests without knobs (warm-up, pictures for people) run through the engine's own code untouched.
+    Requests of the engine's own (warm-up, pictures for people) run through the engine's own code untouched.
     """
 
     timestep_scale: float = 1000.0
@@ -37,7 +37,7 @@ class RolloutMixin:
 
     def forward(self, req: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """A whole batch of requests, one output each."""
-        rows = [(params.extra_args or {}).get(KNOBS) for params in req.sampling_params_list]
+        rows = [(params.extra_args or {}).get(REQUEST) for params in req.sampling_params_list]
         if not any(row is not None for row in rows):
             return self.run_batch(req, *args, **kwargs)
         if any(row is None for row in rows):

@@ -14,11 +14,10 @@ from .pipelines import pipeline_for
 _EXTENSION = "omni_rollout.vllm_omni.worker_extension.vLLMOmniColocateWorkerExtension"
 
 
-def start_engine(config: DiffusionRolloutConfig, path: str, algorithm: str, cuda_visible_devices: str = "") -> Any:
+def start_engine(config: DiffusionRolloutConfig, path: str, cuda_visible_devices: str = "") -> Any:
     """An `AsyncOmni` that serves this package's pipeline for the folder.
 
     Args:
-        algorithm: names the pipeline; see `pipelines.pipeline_for`.
         cuda_visible_devices: the engine's GPUs; "" leaves the environment as it is.
 
     Raises:
@@ -47,7 +46,7 @@ def start_engine(config: DiffusionRolloutConfig, path: str, algorithm: str, cuda
         "request_batch_max_wait_ms": settings.request_batch_max_wait_ms,
         "enable_sleep_mode": settings.enable_sleep_mode,
         "step_execution": settings.step_execution,
-        "custom_pipeline_args": {"pipeline_class": pipeline_for(path, algorithm)},
+        "custom_pipeline_args": {"pipeline_class": pipeline_for(path, settings.step_execution)},
         "worker_extension_cls": _EXTENSION,
         "max_cpu_loras": 4,
         **settings.engine_kwargs,

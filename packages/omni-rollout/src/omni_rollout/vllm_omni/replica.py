@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor
 
@@ -13,8 +12,8 @@ from ..backend import WeightReceipt
 from ..config import DiffusionRolloutConfig
 from ..errors import ReplicaDeadError
 from ..placement import Node, assign_nodes, cluster_nodes, import_ray, on_node
-from ..replica import Replica, typed_error
-from ..types import DiffusionOutput, GenerationRequest
+from ..remote import Remote
+from ..replica import Replica
 from .server import vLLMOmniHttpServer
 from .shared import buckets
 
@@ -25,31 +24,26 @@ class vLLMOmniReplica(Replica):
     """One engine, seen from the driver. `await launch()` before anything else.
 
     Args:
-        config, model_config: as for `vLLMOmniHttpServer`.
-        replica_rank: number of the replica.
-        rollout_mode: "colocated" or "standalone".
+        config, path: as for `vLLMOmniHttpServer`.
+        number: of the replica.
         node: where the engine runs; None picks one with enough free.
         cpus: CPU cores that the actor reserves.
         devices: GPU ids on `node` that the engine shares with a trainer ("0" or "0,1"); it then reserves none in Ray.
-        handle: an actor that exists already (its `launch_server` done), instead of a new one.
     """
 
     def __init__(
         self,
         config: DiffusionRolloutConfig,
-        model_config: Any,
-        replica_rank: int = 0,
+        path: str,
+        number: int = 0,
         *,
-        rollout_mode: str = "colocated",
         node: Node | None = None,
         cpus: float = 1.0,
         devices: str | None = None,
-        handle: Any = None,
     ) -> None:
-        self.config, self.model_config, self.replica_rank = config, model_config, replica_rank
-        self.rollout_mode, self.node, self.cpus, self.handle = rollout_mode, node, cpus, handle
-        self.devices = devices
-        self.name = f"vllm-omni-{replica_rank}"
+        self.config, self.path, self.node, self.cpus, self.devices = config, path, node, cpus, devices
+        self.remote = None
+        self.name, self.batch_size = f"vllm-omni-{number}", config.vllm_omni.max_num_seqs
 
     server_class: type[vLLMOmniHttpServer] = vLLMOmniHttpServer
     """What the actor is made of."""
@@ -75,54 +69,37 @@ class vLLMOmniReplica(Replica):
             scheduling_strategy=on_node(node),
             runtime_env={"env_vars": variables} if variables else None,
         )
-        gpus_per_node = max(self.gpus, 1)
-        self.handle = actor.remote(
-            self.config,
-            self.model_config,
-            self.rollout_mode,
-            (),
-            self.replica_rank,
-            0,
-            gpus_per_node,
-            1,
-            self.devices or "",
-        )
+        handle = actor.remote(self.config, self.path, cuda_visible_devices=self.devices or "")
+        server = Remote(handle, self.name, asynchronous=True)
         limit = self.config.router.start_timeout_s
         try:
-            await asyncio.wait_for(_await(self.handle.launch_server.remote()), limit)
+            async with asyncio.timeout(limit):
+                await server.call(vLLMOmniHttpServer.launch_server)
         except TimeoutError as error:
-            ray.kill(self.handle)
+            ray.kill(handle)
             raise ReplicaDeadError(f"{self.name} did not start in {limit} s.") from error
-        except Exception as error:
-            raise typed_error(self.name, error) from error
-
-    async def generate(self, request: GenerationRequest) -> DiffusionOutput:
-        """One sample; the engine batches what is in flight together."""
-        output: DiffusionOutput = await self.call("generate_one", request)
-        return output
+        self.remote = server
 
     async def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
         """Replace all transformer weights, bucket by bucket, so that neither side holds them twice."""
         receipt, first = None, True
         for bucket, last in buckets(named, _BUCKET_BYTES):
-            receipt = await self.call("update_weights_bucket", bucket, version, first=first, last=last)
+            receipt = await self.backend.call(
+                vLLMOmniHttpServer.update_weights_bucket, bucket, version, first=first, last=last
+            )
             first = False
         assert receipt is not None
         return receipt
 
     async def close(self) -> None:
         """End the engine and its actor."""
-        if self.handle is None:
+        remote, self.remote = self.remote, None
+        if remote is None:
             return
-        handle, self.handle = self.handle, None
         try:
-            await asyncio.wait_for(_await(handle.shutdown.remote()), 10)
+            async with asyncio.timeout(10):
+                await remote.call(vLLMOmniHttpServer.shutdown)
         except Exception:  # it may be dead already; the kill below settles it either way
             pass
         finally:
-            import_ray().kill(handle)
-
-
-async def _await(reference: Any) -> Any:
-    """Ray's references are awaitable but are no coroutines, which wait_for wants."""
-    return await reference
+            import_ray().kill(remote.actor)

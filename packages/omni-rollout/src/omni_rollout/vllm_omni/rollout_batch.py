@@ -13,50 +13,36 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from sde_samplers import PastOutput, SigmaSchedule, dpm_step, effective_order, sde_step, thin_tail
+from sde_samplers import (
+    Kind,
+    PastOutput,
+    SamplerSettings,
+    SigmaSchedule,
+    dpm_step,
+    effective_order,
+    sde_step,
+    thin_tail,
+)
 from sde_samplers.solvers import SOLVER_ORDER
 from torch import Tensor
 
 from ..errors import RolloutConfigError
 from ..noise import clean_latents, generators_of, start_noise
+from ..types import GenerationRequest
 
-#: Key of `OmniDiffusionSamplingParams.extra_args` under which a request's knobs travel.
-KNOBS = "omni_rollout"
+#: Key of `OmniDiffusionSamplingParams.extra_args` under which a request travels beside the engine's own words for it.
+REQUEST = "omni_rollout"
 
 
-@dataclass(frozen=True)
-class Knobs:
-    """What one request asks of the sampler; plain values, made by the server from a `GenerationRequest`."""
-
-    seed: int
-    uid: str
-    index: int
-    kind: str
-    noise_level: float
-    window: tuple[int, ...]
-    return_trajectory: bool = True
-    return_means: bool = False
-    start_step: int = 0
-    init_latents: Tensor | None = None
-    solver: str = "euler"
-    shared_noise: bool = False
-    tail_ratio: float = 1.0
-
-    @property
-    def window_end(self) -> int:
-        """Where the tail begins; see `GenerationRequest.window_end`."""
-        return self.window[-1] + 1 if self.window else self.start_step
-
-    @property
-    def tail(self) -> tuple[int, float] | None:
-        """What decides the sigma table beside the size of the picture: (window end, ratio), None for the full one."""
-        return None if self.tail_ratio == 1 else (self.window_end, self.tail_ratio)
+def tail_of(settings: SamplerSettings) -> tuple[int, float] | None:
+    """What decides the sigma table beside the size of the picture: (window end, ratio), None for the full one."""
+    return None if settings.tail_ratio == 1 else (settings.window_end, settings.tail_ratio)
 
 
 class _Move(NamedTuple):
     """How a row makes one step; rows with equal moves make it together."""
 
-    kind: str
+    kind: Kind
     noise_level: float
     order: int = 0
     """Of the multistep solver; 0 for `sde_step`, whose ODE kind is the Euler step."""
@@ -68,11 +54,10 @@ class _Move(NamedTuple):
 class RolloutBatch:
     """State of one batch."""
 
-    rows: list[Knobs]
+    rows: list[GenerationRequest]
     x: Tensor | None = None
     step: int = 0
     sigmas: list[float] = field(default_factory=list)
-    schedule_hash: str = ""
     forwards: float = 0.0
     """Rows of the transformer that each sample has cost so far."""
     prompts: list[tuple[Tensor, Tensor | None, Tensor | None]] = field(default_factory=list)
@@ -92,7 +77,7 @@ class RolloutBatch:
 
     def thinned(self, sigmas: Tensor) -> Tensor:
         """Which entries of the pipeline's full table [K+1] this batch steps over: bool [K+1]."""
-        tails = {row.tail for row in self.rows}
+        tails = {tail_of(row.settings) for row in self.rows}
         if len(tails) > 1:
             raise RolloutConfigError(
                 f"one batch cannot run over several sigma tables; its tails are {sorted(tails, key=str)!r}."
@@ -105,12 +90,11 @@ class RolloutBatch:
 
     def begin(self, sigmas: Tensor) -> None:
         """Take the sigma table, and noise the clean latents of edits to where they begin."""
-        schedule = SigmaSchedule(sigmas.detach().float().cpu())
-        self.sigmas, self.schedule_hash = schedule.sigmas.tolist(), schedule.hash
+        self.sigmas = sigmas.detach().float().cpu().tolist()
         assert self.x is not None
         for i, row in enumerate(self.rows):
             if row.init_latents is not None:
-                level, clean = self.sigmas[row.start_step], clean_latents(row.init_latents, self.x.shape[1:])
+                level, clean = self.sigmas[row.settings.start_step], clean_latents(row.init_latents, self.x.shape[1:])
                 self.x[i] = (1 - level) * clean.to(self.x) + level * self.x[i]
 
     def sigma(self) -> float:
@@ -118,7 +102,7 @@ class RolloutBatch:
         return self.sigmas[self.step]
 
     def advance(self, velocity: Tensor) -> Tensor:
-        """One step of every row, each with its own knobs. Returns the new state [B, …] fp32."""
+        """One step of every row, each with its own settings. Returns the new state [B, …] fp32."""
         assert self.x is not None
         x, k = self.x, self.step
         t, u, cap = self.sigmas[k], self.sigmas[k + 1], self.sigmas[1]
@@ -136,7 +120,7 @@ class RolloutBatch:
                     v,
                     t,
                     u,
-                    kind=move.kind,  # type: ignore[arg-type]  # checked when the request was made
+                    kind=move.kind,
                     noise_level=move.noise_level,
                     sigma_cap=cap,
                     generator=[self.generators[i] for i in members] if draws else None,
@@ -144,7 +128,7 @@ class RolloutBatch:
                 if draws:
                     self._record(members, before, step)
             after[members] = step.prev_sample
-        depth = max(SOLVER_ORDER[row.solver] for row in self.rows) - 1  # type: ignore[index]
+        depth = max(SOLVER_ORDER[row.settings.solver] for row in self.rows) - 1
         if depth:
             self.past = (PastOutput(t, x - t * velocity.to(torch.float32)), *self.past)[:depth]
         self.x, self.step = after, k + 1
@@ -152,7 +136,8 @@ class RolloutBatch:
 
     def _moves(self, k: int) -> dict[_Move, list[int]]:
         groups: dict[_Move, list[int]] = {}
-        for i, row in enumerate(self.rows):
+        for i, request in enumerate(self.rows):
+            row = request.settings
             if k < row.start_step:
                 continue  # this row begins later and stays as it is
             if k in row.window:
@@ -160,7 +145,7 @@ class RolloutBatch:
             elif row.solver == "euler" or (row.tail_ratio < 1 and k < row.window_end):
                 move = _Move("ode", 0.0)
             else:
-                highest = SOLVER_ORDER[row.solver]  # type: ignore[index]
+                highest = SOLVER_ORDER[row.solver]
                 done, steps = k - row.start_step, len(self.sigmas) - 1 - row.start_step
                 move = _Move("ode", 0.0, effective_order(highest, done, steps), min(highest - 1, done))
             groups.setdefault(move, []).append(i)
@@ -172,13 +157,14 @@ class RolloutBatch:
             kept |= {"means": step.mean[j]} if self.rows[i].return_means else {}
             self.records[i].append({**kept, "log_probs": None if step.log_prob is None else step.log_prob[j]})
 
-    def result(self, i: int, policy_version: int) -> dict[str, Any]:
-        """What row i brings home: tensors own their memory, so that shipping one does not ship the batch."""
+    def result(self, i: int, policy_version: int) -> dict[str, Tensor]:
+        """What row i brings home, by the names of `samples`: each tensor owns its memory, so that shipping it does not ship the
+        batch."""
         assert self.x is not None
         row, kept = self.rows[i], self.records[i]
-        out: dict[str, Any] = {"policy_version": policy_version, "schedule_hash": self.schedule_hash}
-        out |= {"batch_size": len(self.rows), "sigmas": torch.tensor(self.sigmas), "final_latents": _own(self.x[i])}
-        out["forwards"] = self.forwards
+        out = {"sigmas": torch.tensor(self.sigmas), "final_latents": _own(self.x[i])}
+        out |= {"policy_version": torch.tensor(policy_version), "batch_rows": torch.tensor(len(self.rows))}
+        out["forwards"] = torch.tensor(float(self.forwards))
         if not row.return_trajectory:
             return out
         for prefix, (embeds, mask, pooled) in zip(("", "negative_"), self.prompts, strict=False):
@@ -190,9 +176,9 @@ class RolloutBatch:
         if kept:
             names = ("latents", "next_latents", "std", *(["means"] if row.return_means else []))
             out |= {name: _own(torch.stack([step[name] for step in kept])) for name in names}
-            out["step_index"] = torch.tensor(row.window)
+            out["step_index"] = torch.tensor(row.settings.window)
             if kept[0]["log_probs"] is not None:
-                out["log_probs"] = _own(torch.stack([step["log_probs"] for step in kept]))
+                out["rollout_log_probs"] = _own(torch.stack([step["log_probs"] for step in kept]))
         return out
 
 

@@ -22,54 +22,38 @@ from ..config import DiffusionRolloutConfig
 from ..errors import LifecycleError, ReplicaDeadError, ReplicaError, RolloutConfigError
 from ..lifecycle import Lifecycle
 from ..openai_api import ImageServer
-from ..types import DiffusionOutput, GenerationRequest
+from ..samples import stacked
+from ..types import GenerationRequest
 from .engine_weights import EngineWeights
 from .launch import start_engine
 from .pipelines import entry_for
 from .rpc import checked
 from .tokens import Prompts
-from .translate import engine_params, engine_prompt, rollout_output
+from .translate import engine_params, engine_prompt, sample_row
 
 if TYPE_CHECKING:
     from lora_sync import LoRAPayload, LoRAReceipt
+    from tensordict import TensorDict
 
 
 class vLLMOmniHttpServer:
-    """Args as in verl-omni.
+    """The engine of one node; see the module.
 
     Args:
         config: the rollout configuration.
-        model_config: has `path` (diffusers pipeline folder) and, optionally, `algorithm`.
-        rollout_mode: "colocated" (weights are the checkpoint's from the start) or "standalone" (no generation before the
-            first full sync).
-        workers: handles of the trainer's workers; kept for callers, unused here.
-        replica_rank, node_rank: where this engine stands among its like.
-        gpus_per_node, nnodes: size of the machine; one engine stays on one node.
+        path: diffusers pipeline folder.
+        standalone: True forbids generation before the first full sync; False takes the checkpoint's weights as the policy's.
         cuda_visible_devices: the engine's GPUs; "" leaves the environment as it is.
     """
 
     def __init__(
-        self,
-        config: DiffusionRolloutConfig,
-        model_config: Any,
-        rollout_mode: str = "colocated",
-        workers: Sequence[Any] = (),
-        replica_rank: int = 0,
-        node_rank: int = 0,
-        gpus_per_node: int = 1,
-        nnodes: int = 1,
-        cuda_visible_devices: str = "",
+        self, config: DiffusionRolloutConfig, path: str, *, standalone: bool = False, cuda_visible_devices: str = ""
     ) -> None:
-        if nnodes != 1:
-            raise RolloutConfigError(f"nnodes={nnodes!r}: one engine stays on one node; use more replicas instead.")
-        self.config, self.model_config = config, model_config
-        self.workers, self.replica_rank, self.node_rank = tuple(workers), replica_rank, node_rank
-        self.gpus_per_node, self.cuda_visible_devices = gpus_per_node, cuda_visible_devices
-        config.resolve_algorithm(model_config) if hasattr(model_config, "algorithm") else None
-        self.entry = entry_for(model_config.path)
-        index = json.loads((Path(model_config.path) / "model_index.json").read_text())
+        self.config, self.path, self.cuda_visible_devices = config, path, cuda_visible_devices
+        self.entry = entry_for(path)
+        index = json.loads((Path(path) / "model_index.json").read_text())
         self._boundary: float | None = index.get("boundary_ratio")  # Wan's two experts
-        self.lifecycle = Lifecycle(needs_sync=rollout_mode == "standalone")
+        self.lifecycle = Lifecycle(needs_sync=standalone)
         self.engine: Any = None
         several = config.vllm_omni.tensor_model_parallel_size > 1
         self._weights = EngineWeights(self._rpc, self.lifecycle, use_shm=several)
@@ -77,7 +61,7 @@ class vLLMOmniHttpServer:
         self._generated = 0
         self._sizes: Counter[int] = Counter()  # samples by the size of the batch they were drawn in
         self._seconds = {"start": 0.0, "generate": 0.0}
-        self._prompts = Prompts(model_config.path, self.entry)
+        self._prompts = Prompts(path, self.entry)
         self._busy_since = 0.0
         self._images: ImageServer | None = None
 
@@ -88,18 +72,12 @@ class vLLMOmniHttpServer:
 
     # ---------------------------------------------------------------------------------------------------- start, stop
 
-    async def launch_server(
-        self, master_address: str | None = None, master_port: int | None = None, dp_rpc_port: int | None = None
-    ) -> float:
-        """Start the engine. Returns the seconds it took. `master_…` are for engines over several nodes: leave them out."""
-        if master_address or master_port or dp_rpc_port:
-            raise RolloutConfigError("an engine over several nodes is not offered: leave master_address and ports out.")
+    async def launch_server(self) -> float:
+        """Start the engine. Returns the seconds it took."""
         self.lifecycle.load()
         start = time.perf_counter()
         try:
-            self.engine = start_engine(
-                self.config, self.model_config.path, self._algorithm(), self.cuda_visible_devices
-            )
+            self.engine = start_engine(self.config, self.path, self.cuda_visible_devices)
             await self._rpc("engine_facts")  # an engine that answers has its extension in place
         except Exception as error:
             self.lifecycle.fail(f"start failed: {error}")
@@ -107,14 +85,10 @@ class vLLMOmniHttpServer:
         self.lifecycle.loaded()
         port = self.config.vllm_omni.openai_port
         if port is not None:
-            name = Path(self.model_config.path).name
-            self._images = ImageServer(_People(self), self.config.val_kwargs.pipeline, name)
+            self._images = ImageServer(self.generate, self.config.val_kwargs.pipeline, Path(self.path).name)
             await self._images.start(port)
         self._seconds["start"] = time.perf_counter() - start
         return self._seconds["start"]
-
-    def _algorithm(self) -> str:
-        return getattr(self.model_config, "algorithm", None) or "flow_grpo"
 
     async def shutdown(self) -> None:
         """End the engine and its processes."""
@@ -127,37 +101,24 @@ class vLLMOmniHttpServer:
 
     # ----------------------------------------------------------------------------------------------------- generation
 
-    async def generate(
-        self,
-        prompt_ids: list[int],
-        sampling_params: dict[str, Any],
-        request_id: str,
-        image_data: list[Any] | None = None,
-        video_data: list[Any] | None = None,
-        negative_prompt_ids: list[int] | None = None,
-        priority: int = 0,
-    ) -> DiffusionOutput:
-        """Tokens in, picture out. `sampling_params` are the other fields of `GenerationRequest` (uid, index, seed, …)."""
-        if image_data or video_data:
-            raise RolloutConfigError("image_data and video_data are for editing models, which are not served here yet.")
-        negative = None if negative_prompt_ids is None else self._prompts.text(negative_prompt_ids)
-        fields = {"uid": request_id, "index": 0, "negative_prompt": negative, **sampling_params}
-        request = GenerationRequest(
-            request_id=request_id, prompt=self._prompts.text(prompt_ids), prompt_ids=tuple(prompt_ids), **fields
-        )
-        return await self.generate_one(request, priority=priority)
+    async def generate(self, requests: Sequence[GenerationRequest]) -> TensorDict:
+        """Their samples, in order, see `samples` for the keys; the engine batches what is in flight together."""
+        tasks = [asyncio.ensure_future(self._draw(request)) for request in requests]
+        try:
+            return stacked(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
 
-    async def generate_sequences(self, requests: Sequence[GenerationRequest]) -> list[DiffusionOutput]:
-        """One output per request, in order; the engine batches them itself."""
-        return list(await asyncio.gather(*(self.generate_one(request) for request in requests)))
-
-    async def generate_one(self, request: GenerationRequest, priority: int = 0) -> DiffusionOutput:
-        """One sample."""
+    async def _draw(self, request: GenerationRequest) -> dict[str, Tensor]:
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-        for text in (request.prompt, request.negative_prompt if request.uses_cfg else None):
+        settings = request.settings
+        for text in (request.prompt, request.negative_prompt if settings.guided else None):
             if text is not None:
-                self._prompts.check(text, request.max_sequence_length)
+                self._prompts.check(text, settings.max_sequence_length)
         fields = engine_params(request, self.entry, self._weights.adapters, self._boundary)
         final = None
         with self.lifecycle.generating():
@@ -169,7 +130,6 @@ class vLLMOmniHttpServer:
                     prompt=engine_prompt(request),
                     request_id=request.request_id,
                     sampling_params_list=[OmniDiffusionSamplingParams(**fields)],
-                    priority=priority,
                 )
                 async for output in stream:
                     final = output
@@ -179,11 +139,10 @@ class vLLMOmniHttpServer:
                 self._ids.discard(request.request_id)
                 if self.lifecycle.in_flight == 1:  # this was the last: nothing overlaps any more
                     self._seconds["generate"] += time.perf_counter() - self._busy_since
-        output = rollout_output(request, final, self.policy_version)
-        if output.stop_reason == "completed":
-            self._generated += 1
-            self._sizes[int(output.extra_fields["batch_size"])] += 1
-        return output
+        row = sample_row(request, final)
+        self._generated += 1
+        self._sizes[int(row["batch_rows"])] += 1
+        return row
 
     async def _typed(self, error: Exception) -> Exception:
         """The engine's error as one of ours; a dead engine ends this server."""
@@ -256,7 +215,7 @@ class vLLMOmniHttpServer:
         self.lifecycle.wake_up()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        """Cancel requests; they come back as aborted. Returns how many were in flight."""
+        """Cancel requests: their call raises `AbortedError`. Returns how many were in flight."""
         ids = self._ids if request_ids is None else self._ids & set(request_ids)
         if ids:
             await self.engine.abort(list(ids))
@@ -289,13 +248,3 @@ class vLLMOmniHttpServer:
 
     async def _rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return checked(method, await self.engine.collective_rpc(method, args=args, kwargs=kwargs))
-
-
-class _People:
-    """The server as a client that takes whole requests, which `generate` (tokens in, picture out) does not."""
-
-    def __init__(self, server: vLLMOmniHttpServer) -> None:
-        self._server = server
-
-    async def generate(self, request: GenerationRequest) -> DiffusionOutput:
-        return await self._server.generate_one(request)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from ...errors import RolloutConfigError
 
-STEPWISE = "_stepwise"
-
 
 @dataclass(frozen=True)
 class PipelineEntry:
@@ -63,10 +61,10 @@ def entry_for(model_path: str) -> PipelineEntry:
     return PIPELINES[name]
 
 
-def pipeline_for(model_path: str, algorithm: str = "flow_grpo") -> str:
-    """Qualified class name. The algorithm matters only by its ending: the sampler's knobs travel with each request."""
+def pipeline_for(model_path: str, stepwise: bool = False) -> str:
+    """Qualified class name. Raises `RolloutConfigError` when the pipeline cannot run step by step and shall."""
     entry = entry_for(model_path)
-    if algorithm.endswith(STEPWISE):
+    if stepwise:
         if entry.stepwise is None:
             raise RolloutConfigError(f"{entry.whole!r} cannot run step by step: set vllm_omni.step_execution=false.")
         return f"{__name__}.{entry.stepwise}"

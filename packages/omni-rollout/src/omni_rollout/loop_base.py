@@ -1,0 +1,51 @@
+"""What an agent loop is: requests in, chunks of finished samples out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from .config import DiffusionRolloutConfig
+from .samples import Chunk
+from .types import GenerationRequest
+
+#: `await reward(image uint8 [C,H,W] | [T,C,H,W], prompt, metadata, uid, index) -> (score, components, error or None)`
+Reward = Callable[
+    [np.ndarray, str, Mapping[str, Any], str, int], Awaitable[tuple[float, dict[str, float], "str | None"]]
+]
+
+
+class Client(Protocol):
+    """Where samples come from: a `Router` over replicas, or a trainer's own weights."""
+
+    def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
+        """Draw all of them; chunks come as they are finished, each request in exactly one."""
+        ...
+
+
+class DiffusionAgentLoop(ABC):
+    """Base of all agent loops.
+
+    Args:
+        config: the rollout configuration.
+        client: where samples come from.
+        reward: the reward, for loops that judge between their turns; the final reward is asked for by the worker.
+    """
+
+    def __init__(self, config: DiffusionRolloutConfig, client: Client, reward: Reward | None = None) -> None:
+        self.config, self.client, self.reward = config, client, reward
+
+    @abstractmethod
+    def run(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
+        """Finished samples of the requests, in chunks; each request in exactly one. A loop may add keys of its own."""
+
+
+class DiffusionSingleTurnAgentLoop(DiffusionAgentLoop):
+    """One prompt, one sample."""
+
+    def run(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
+        """See `DiffusionAgentLoop.run`."""
+        return self.client.stream(requests)

@@ -1,0 +1,135 @@
+"""Finished samples: one TensorDict from the sampler to the loss.
+
+Keys, as far as they were asked for. B sample, W window step, K denoising step, S prompt token, C H W T as usual, "…" the model's
+latent layout; everything on the CPU, the trajectory in fp32.
+
+responses uint8 [B, C, H, W] | [B, T, C, H, W] · rollout_log_probs [B, W] (averaged over latent elements) ·
+latents, next_latents, means [B, W, …] · step_index int64 [B, W] · std [B, W] · final_latents [B, …] · sigmas [B, steps + 1] ·
+prompt_embeds [B, S, C] and prompt_embeds_mask bool [B, S], padded at the right · pooled_prompt_embeds [B, C] · negative_… ·
+policy_version int64 [B] · forwards [B] (rows of the transformer that a sample cost, counted; a guided step costs 2) ·
+batch_rows int64 [B] (samples that it was denoised with)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .errors import RolloutConfigError, RolloutError
+from .types import GenerationRequest
+
+if TYPE_CHECKING:
+    from sde_samplers import SigmaSchedule, Trajectory
+    from tensordict import TensorDict
+
+Chunk = tuple[list[int], "TensorDict"]
+"""Positions of some requests in a call, and their samples in that order."""
+
+#: Must be fp32: a rounded trajectory moves log-probs by far more than a clip range.
+_FP32 = ("latents", "next_latents", "sigmas", "std", "means", "final_latents", "rollout_log_probs")
+#: Padded to the longest row, with their masks.
+_PADDED = tuple(f"{prefix}prompt_embeds{mask}" for prefix in ("", "negative_") for mask in ("", "_mask"))
+
+
+def denoised(
+    requests: Sequence[GenerationRequest],
+    trajectory: Trajectory,
+    pictures: Tensor,
+    schedule: SigmaSchedule,
+    *,
+    cond: Any,
+    negative: Any,
+    policy_version: int,
+    forwards: float,
+) -> TensorDict:
+    """The samples of one denoised batch.
+
+    Args:
+        requests: B, with windows of one length, all beginning at one step.
+        trajectory: of the steps that ran, on any device.
+        pictures: uint8 [B, C, H, W] or [B, T, C, H, W].
+        schedule: the grid that step numbers count in; an edit ran over its end only.
+        cond, negative: `model_specs.PromptEmbeds`, the latter None without true guidance.
+        policy_version, forwards: the same for every row.
+    """
+    first, count = requests[0], len(requests)
+    data: dict[str, Tensor] = {"responses": pictures, "final_latents": trajectory.final}
+    data["sigmas"] = schedule.sigmas.expand(count, -1)
+    if first.settings.window and first.return_trajectory:
+        for name in ("latents", "next_latents", "std", *(["means"] if first.return_means else [])):
+            data[name] = getattr(trajectory, name)
+        data["step_index"] = trajectory.step_index + first.settings.start_step
+        if trajectory.log_probs is not None:
+            data["rollout_log_probs"] = trajectory.log_probs
+    if first.return_trajectory:
+        for prefix, embeds in (("", cond), ("negative_", negative)):
+            if embeds is not None:
+                longest = int(embeds.mask.sum(1).max())
+                mask = embeds.mask[:, :longest]
+                data |= {f"{prefix}prompt_embeds": embeds.embeds[:, :longest] * mask[..., None]}
+                data |= {f"{prefix}prompt_embeds_mask": mask}
+                if embeds.pooled is not None:
+                    data[f"{prefix}pooled_prompt_embeds"] = embeds.pooled
+    data |= _facts(count, policy_version=policy_version, forwards=forwards, batch_rows=count)
+    return _batch(data, count)
+
+
+def _facts(count: int, *, policy_version: int, forwards: float, batch_rows: int) -> dict[str, Tensor]:
+    return {
+        "policy_version": torch.full((count,), policy_version),
+        "forwards": torch.full((count,), float(forwards)),
+        "batch_rows": torch.full((count,), batch_rows),
+    }
+
+
+def stacked(rows: Sequence[dict[str, Tensor]]) -> TensorDict:
+    """Samples that were finished one by one, as a batch. Every row holds the same keys, without the B."""
+    data: dict[str, Tensor] = {}
+    for key in rows[0]:
+        values = [row[key] for row in rows if key in row]
+        if len(values) != len(rows):
+            raise RolloutError(f"{key!r} came back for {len(values)} of {len(rows)} samples: answers were mixed up.")
+        pad = key in _PADDED
+        data[key] = torch.nn.utils.rnn.pad_sequence(values, batch_first=True) if pad else torch.stack(values)
+    return _batch(data, len(rows))
+
+
+def _batch(data: dict[str, Tensor], count: int) -> TensorDict:
+    from tensordict import TensorDict
+
+    for name in _FP32:
+        if name in data and data[name].dtype != torch.float32:
+            raise RolloutConfigError(
+                f"{name} has dtype {data[name].dtype}: trajectories are fp32 by contract, a rounded one moves "
+                "log-probs by up to 0.15. Keep the sampler state in fp32 and cast only what enters the transformer."
+            )
+    return TensorDict({name: value.cpu() for name, value in data.items()}, batch_size=[count])
+
+
+def in_order(chunks: Sequence[Chunk]) -> TensorDict:
+    """The samples of a whole call, in the order of its requests."""
+    from tensordict import TensorDict
+
+    if len({frozenset(part.keys()) for _, part in chunks}) > 1:
+        raise RolloutConfigError(
+            "the samples of one call do not hold the same keys: use one call for each kind of request."
+        )
+    parts = [part for _, part in chunks]
+    if len(parts) > 1:
+        widths = {key: max(part[key].shape[1] for part in parts) for key in _PADDED if key in parts[0].keys()}  # noqa: SIM118
+        parts = [_widened(part, widths) for part in parts]
+    order = torch.tensor([place for places, _ in chunks for place in places]).argsort()
+    joined = TensorDict.cat(parts) if len(parts) > 1 else parts[0]
+    return joined if bool((order == torch.arange(len(order))).all()) else joined[order]
+
+
+def _widened(part: TensorDict, widths: dict[str, int]) -> TensorDict:
+    part = part.copy()
+    for key, width in widths.items():
+        value, missing = part[key], width - part[key].shape[1]
+        if missing:
+            part[key] = torch.nn.functional.pad(value, (0, 0) * (value.ndim - 2) + (0, missing))
+    return part
