@@ -115,7 +115,9 @@ def require_fp32(value: Tensor, key: str) -> Tensor:
 
 
 def prompts(data: Mapping[str, Any], prefix: str = "", multiple: int = 1) -> PromptEmbeds | None:
-    """The batch's prompt embeddings, padded again when they come as jagged nested tensors; None when absent.
+    """The batch's prompt embeddings, without the padding that all rows share; None when absent.
+
+    Rows of one length then need no attention mask, which picks the faster kernel; the rollout saw them so too.
 
     ``prefix`` is ``""`` or ``"negative_"``. The number of tokens is padded to a ``multiple`` (of the ranks that share
     a sample).
@@ -133,7 +135,7 @@ def prompts(data: Mapping[str, Any], prefix: str = "", multiple: int = 1) -> Pro
     elif mask is None:
         mask = torch.ones(embeds.shape[:2], dtype=torch.bool, device=embeds.device)
     pooled = data.get(f"{prefix}pooled_prompt_embeds")
-    found = PromptEmbeds(embeds, mask.bool(), pooled)
+    found = PromptEmbeds(embeds, mask.bool(), pooled).trim()
     return found.pad_to(-(-embeds.shape[1] // multiple) * multiple) if multiple > 1 else found
 
 

@@ -37,7 +37,10 @@ class DiffusionModelConfig:
     transformer_config: dict[str, Any] | None = None
     """Builds the transformer from this config with seeded random weights and reads none from ``path``: benchmarks."""
     enable_gradient_checkpointing: bool = True
-    """Recompute each block's activations in backward instead of keeping them. Turn off where memory allows: faster."""
+    """Recompute blocks' activations in backward where memory does not hold them: `recompute_blocks` of them. False keeps all."""
+    recompute_blocks: int | None = None
+    """How many blocks are recomputed, the first ones. None measures how many must be (on CUDA, with whole weights on each
+    rank) and else takes all."""
     attn_backend: str | None = None
     """Attention backend by diffusers' name (``native``, ``flash``, ``_native_cudnn`` …); None keeps the default."""
     lora_rank: int = 0
@@ -104,8 +107,8 @@ class FSDPEngineConfig:
     """Keep the activations saved for backward (block inputs, or all of them without checkpointing) in pinned CPU memory."""
     ulysses_sequence_parallel_size: int = 1
     """Ranks that share one sample's tokens (Ulysses), for transformers with a context-parallel plan in diffusers."""
-    use_torch_compile: bool = False
-    """Compile the repeated blocks (one compilation for all of them)."""
+    use_torch_compile: bool | None = None
+    """Compile the repeated blocks (one compilation for all of them). None does so on CUDA, unless `full_determinism` is on."""
     full_determinism: bool = False
     """Bitwise equal steps on a GPU, for the whole process, with kernels that may be slower. A CPU needs no such thing."""
     ema_decay: float = 0.0

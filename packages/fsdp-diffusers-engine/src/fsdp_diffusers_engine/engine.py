@@ -25,6 +25,7 @@ from .errors import EngineError, EngineStateError
 from .failures import shared_failure
 from .forwards import ForwardCounter
 from .precision import dtype_of, keep_adapters_in
+from .recompute import Recompute
 from .states import PolicyStatesMixin, WeightStates
 
 if TYPE_CHECKING:
@@ -103,8 +104,14 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
         else:
             module.requires_grad_(True)
         self.blocks = sharding.blocks_of(module, config)
-        if engine.use_torch_compile:
+        compiled = engine.use_torch_compile
+        if compiled is None:  # kernels that the compiler picks by timing them are no help to a run that must repeat itself
+            compiled = self.device.type == "cuda" and not engine.full_determinism
+        if compiled:
             sharding.compile_blocks(self.blocks)
+        if config.enable_gradient_checkpointing:
+            self.recompute = Recompute(self.blocks, self.device, self._recomputed())
+            module.enable_gradient_checkpointing(self.recompute)
         if self.layout.sharded:
             sharding.shard(module, self.blocks, self.layout, engine)
         if source is not None:
@@ -133,12 +140,20 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
                 module.set_attention_backend(self.model_config.attn_backend)
             except (ValueError, RuntimeError, ImportError) as error:
                 raise EngineError(f"attn_backend={self.model_config.attn_backend!r} cannot be used: {error}") from error
-        if self.model_config.enable_gradient_checkpointing:
-            module.enable_gradient_checkpointing()
         if self.layout.sequence_mesh is not None:
             from .sequence_parallel import enable_ulysses
 
             enable_ulysses(module, self.layout, self.device)
+
+    def _recomputed(self) -> int | None:
+        """Blocks to recompute; None leaves it to a measurement."""
+        count, most = self.model_config.recompute_blocks, len(self.blocks)
+        if count is not None and not 0 <= count <= most:
+            raise EngineError(f"recompute_blocks={count!r} must be from 0 to {most}, the number of blocks, or null")
+        # Ranks that gather each other's shards while they recompute must all recompute the same blocks.
+        mesh = self.layout.shard_mesh
+        gathers = mesh is not None and mesh.size(mesh.ndim - 1) > 1
+        return most if count is None and gathers else count
 
     def _state_names(self) -> list[str]:
         names = [name for name in self.model_config.policy_state_adapters if name != adapters.TRAINED]

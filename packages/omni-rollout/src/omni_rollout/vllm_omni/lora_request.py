@@ -1,19 +1,13 @@
-"""LoRA adapters that never touch a disk: the request carries the tensors, a hook of the engine reads them.
-
-vLLM-Omni 0.30 asks a pipeline for `_load_diffusion_lora_adapter` before it looks at files, so nothing is patched.
-"""
+"""LoRA adapters that never touch a disk: the request carries the tensors, `WorkerAdapters` binds them."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from lora_sync import get_map
 from torch import Tensor
-from vllm.lora.lora_model import LoRAModel
-from vllm.lora.peft_helper import PEFTHelper
 from vllm_omni.lora.request import LoRARequest
 
 if TYPE_CHECKING:
@@ -65,7 +59,7 @@ def checked_config(config: dict) -> dict:
 
 
 class TensorLoRAMixin:
-    """Gives a pipeline the engine's hook."""
+    """Says what an adapter's modules are called in a pipeline of the engine."""
 
     lora_architecture: str
     """Name of lora_sync's map for this transformer."""
@@ -91,21 +85,3 @@ class TensorLoRAMixin:
                 component, _, inner = module.partition(".")
                 module = f"{component}.{names.to_vllm(inner)}"
             yield f"{module}.lora_{part}", tensor.to(dtype)
-
-    def _load_diffusion_lora_adapter(
-        self, *, lora_request: LoRARequest, lora_path: str, dtype: torch.dtype
-    ) -> tuple[LoRAModel, PEFTHelper] | None:
-        sent = getattr(lora_request, "lora_tensors", None)
-        if not sent:
-            return None  # an adapter on disk, for people who serve one
-        device = next(iter(sent.values())).device
-        tensors = {f"base_model.model.{k}": t for k, t in self.engine_tensors(lora_request, device, dtype)}
-        layers = sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in tensors})
-        rank = (lora_request.peft_config or {})["r"]
-        # One pattern: a list is matched entry by entry against every module of the pipeline. r = alpha: B is scaled.
-        pattern = rf"(?:^|\.)(?:{'|'.join(map(re.escape, layers))})$"
-        helper = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": pattern, "bias": "none"})
-        model = LoRAModel.from_lora_tensors(
-            lora_model_id=lora_request.lora_int_id, tensors=tensors, peft_helper=helper, device=str(device), dtype=dtype
-        )
-        return model, helper

@@ -6,21 +6,19 @@ as `{"supported": False, …}`, which `rpc.checked` turns back into an error.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group, tensor_model_parallel_all_reduce
-from vllm.lora.utils import replace_submodule
+from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
-from ..weights import base_name, content_sum, is_adapter
+from ..weights import base_name, content_sum
 from .lora_request import OmniTensorLoRARequest, checked_config, engine_name
 from .shared import read_bucket
+from .worker_adapters import WorkerAdapters
 
 
 class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
@@ -34,59 +32,23 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
     # ------------------------------------------------------------------------------------------------------- LoRA
 
     def bind_lora(self, request: OmniTensorLoRARequest, version: int) -> dict[str, Any]:
-        """Add an adapter under its new id, activate it, and read it back.
-
-        Returns modules and tensors bound, and how many elements read back different (0 in a good sync). Binding raises
-        when any module of the adapter finds no layer.
-        """
-        manager = self.lora_manager
-        if request.lora_int_id in manager.list_adapters():
-            raise ValueError(f"adapter id {request.lora_int_id} exists already; every version needs an id of its own")
-        # Once, and a copy even where they are on the device: they are read twice below, to bind and to compare, and what
-        # the engine keeps of them must not change when the sender's memory does.
-        sent = request.lora_tensors or {}
-        request.lora_tensors = {key: tensor.to(manager.device, copy=True) for key, tensor in sent.items()}
-        try:
-            manager.add_adapter(request)
-            manager.set_active_adapter(request, 1.0)
-        except Exception:
-            manager.remove_adapter(request.lora_int_id)
-            raise
+        """Bind an adapter under its new id, switch it on, and read it back; see `WorkerAdapters.bind`."""
+        facts = self._adapters().bind(request)
         self.model_runner.pipeline.policy_version = version
-        model = manager._registered_adapters[request.lora_int_id]
-        return {"modules": len(model.loras), "tensors": 2 * len(model.loras), "differing": self._differing(request)}
-
-    def _differing(self, request: OmniTensorLoRARequest) -> int:
-        """Elements of the layers' LoRA buffers that are not what was sent, on all ranks that share the layers."""
-        manager, sent = self.lora_manager, defaultdict[str, dict[str, Tensor]](dict)
-        for key, tensor in self.model_runner.pipeline.engine_tensors(request, manager.device, manager.dtype):
-            module, _, part = key.rpartition(".lora_")
-            sent[module][part[0]] = tensor
-        wrong = torch.zeros((), dtype=torch.int64, device=manager.device)  # read once: every read waits for the device
-        for name, layer in manager._lora_modules.items():
-            prefix, _, suffix = name.rpartition(".")
-            count = len(layer.lora_a_stacked)
-            parts = manager._get_packed_sublayer_suffixes(suffix, count) if count > 1 else [suffix]
-            modules = [sent.pop(f"{prefix}.{part}", {}) for part in parts or []]
-            for side, held, own_part in (
-                ("A", layer.lora_a_stacked, layer.slice_lora_a),
-                ("B", layer.lora_b_stacked, layer.slice_lora_b),
-            ):
-                whole = [module.get(side) for module in modules]
-                if not any(tensor is not None for tensor in whole):
-                    continue
-                if layer.tp_size > 1:  # a rank holds its part of the columns or rows
-                    whole = own_part(whole) if count > 1 else [own_part(whole[0])]
-                for buffer, tensor in zip(held, whole, strict=True):
-                    if tensor is not None:
-                        wrong += (buffer[0, 0, : tensor.shape[0], : tensor.shape[1]] != tensor).sum()
-        if sent:
-            raise ValueError(f"no layer was found to read back {sorted(sent)[:3]} ({len(sent)} modules)")
-        return int(tensor_model_parallel_all_reduce(wrong))
+        return facts
 
     def drop_lora(self, lora_int_id: int) -> bool:
         """Remove an adapter; False when it is not there."""
-        return bool(self.lora_manager.remove_adapter(lora_int_id))
+        return self._adapters().remove_adapter(lora_int_id)
+
+    def _adapters(self) -> WorkerAdapters:
+        """This worker's adapters. The first call puts them where the engine keeps its own manager."""
+        manager = self.lora_manager
+        if not isinstance(manager, WorkerAdapters):
+            pipeline = self.model_runner.pipeline
+            manager = WorkerAdapters(pipeline, manager._packed_modules_mapping, manager.device, manager.dtype)
+            self.lora_manager = manager
+        return manager
 
     # ---------------------------------------------------------------------------------------------------- weights
 
@@ -142,8 +104,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         if first:
             for parameter in held:
                 parameter.fill_(float("nan"))  # what is still NaN after the last bucket was not sent
-        with self._bare_layers():
-            pipeline.load_weights((engine_name(base_name(name)), value) for name, value in named)
+        pipeline.load_weights((engine_name(base_name(name)), value) for name, value in named)
         dtypes = {parameter.dtype for parameter in held}
         if len(dtypes) == 1:
             dtype = next(iter(dtypes))
@@ -162,21 +123,6 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
             "held": self.weights_sum(),
             "sent": _added(self._sent_sums) if len(dtypes) == 1 else None,
         }
-
-    @contextmanager
-    def _bare_layers(self) -> Iterator[None]:
-        """The module tree as it was before LoRA layers: loaders skip `*.base_layer.*` without a word."""
-        wrapped = dict(getattr(self.lora_manager, "_lora_modules", None) or {})
-        pipeline = self.model_runner.pipeline
-        for name, layer in wrapped.items():
-            component, _, path = name.partition(".")
-            replace_submodule(getattr(pipeline, component), path, layer.base_layer)
-        try:
-            yield
-        finally:
-            for name, layer in wrapped.items():
-                component, _, path = name.partition(".")
-                replace_submodule(getattr(pipeline, component), path, layer)
 
     def weights_sum(self) -> str:
         """Content sum of the transformer's base weights, over all ranks that share its layers."""
@@ -202,16 +148,15 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
             whole = getattr(pipeline, component, None)
             for module in whole.modules() if whole is not None else ():
                 for name, parameter in module.named_parameters(recurse=False):
-                    if not is_adapter(f".{name}"):
-                        yield module, name, parameter
+                    yield module, name, parameter
 
     def engine_facts(self) -> dict[str, Any]:
         """What the server wants to know about this worker."""
         pipeline = self.model_runner.pipeline
         return {
             "policy_version": int(getattr(pipeline, "policy_version", 0)),
-            "lora_modules": len(getattr(self.lora_manager, "_lora_modules", None) or {}),
-            "lora_ids": list(self.lora_manager.list_adapters()) if self.lora_manager is not None else [],
+            "lora_modules": self._adapters().modules,
+            "lora_ids": self._adapters().list_adapters(),
             "prompts_cached": len(getattr(pipeline, "_prompt_cache", ())),
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from model_specs.single_frame import single_frame_convolutions
 from torch import Tensor
 from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImagePipeline
 
@@ -15,6 +16,10 @@ from ..stepwise import StepwiseMixin
 
 class _QwenImage(TensorLoRAMixin, QwenImagePipeline):
     lora_architecture = "qwen_image"
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        single_frame_convolutions(self.vae)  # a picture is one frame: a third of the decoder's work
 
     def encode_prompt(
         self, prompt: Any = None, num_images_per_prompt: int = 1, prompt_embeds: Any = None, **kwargs: Any
