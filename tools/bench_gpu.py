@@ -1,0 +1,762 @@
+"""Where the time of a training step goes, at full size, on one card or two. One command, no network, no checkpoint.
+
+    python tools/bench_gpu.py --model qwen_image_20b --out bench.json          # random weights, drawn on the card
+    python tools/bench_gpu.py --model qwen_image_20b --parts engine trainer    # some parts
+    python tools/bench_gpu.py --model qwen_image_20b --parts ranks --ranks 2   # the update over two cards
+    OMNI_ROLLOUT_CPU=1 python tools/bench_gpu.py --model tiny                  # the same code without a GPU
+
+Parts, each in a process of its own with a deadline; one that fails is reported and does not stop the others:
+
+    ceiling   a bf16 matrix product and a copy: what the card can do
+    plain     stock diffusers: eager, fp32 adapter under autocast, all blocks recomputed
+    engine    vLLM-Omni: pictures with and without the adapter, whole batches or one by one, sync, sleep, wake
+    trainer   the trainer's own rollout, log-prob replay and update, each change off and on; it also scores the engine's samples
+    program   `apps/flowgrpo` itself with shared weights; program_engine: with an engine beside it
+    ranks     the update over --ranks processes, replicated and sharded
+
+Every timing comes after a check: trajectories replay to the log-probs that were recorded, variants give one gradient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = os.environ.get("OMNI_ROLLOUT_CPU") == "1"
+PARTS = ("ceiling", "plain", "engine", "trainer", "program", "program_engine", "ranks")
+DEADLINES = {
+    "ceiling": 60,
+    "plain": 120,
+    "engine": 300,
+    "trainer": 330,
+    "program": 280,
+    "program_engine": 400,
+    "ranks": 300,
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and what is asked of it."""
+
+    transformer: dict[str, Any]
+    pixels: int = 512
+    steps: int = 10
+    batch: int = 16
+    micro: int = 8
+    rank: int = 64
+
+
+FULL = {"attention_head_dim": 128, "axes_dims_rope": [16, 56, 56]}
+MODELS = {
+    "qwen_image_20b": Size({"num_layers": 60, "num_attention_heads": 24, **FULL}),
+    "qwen_image_2b": Size({"num_layers": 24, "num_attention_heads": 12, **FULL}),
+    "tiny": Size({"num_layers": 2}, pixels=64, steps=4, batch=4, micro=2, rank=4),
+}
+PROMPT = (
+    "a detailed oil painting of a red cat sitting on a blue chair in front of a wooden table with a green bottle and the "
+    "word hello written on a sign, soft light, number "
+)
+
+
+class Report:
+    """One line of JSON per result, kept whatever becomes of the process."""
+
+    def __init__(self, path: Path, part: str) -> None:
+        self.path, self.part = path, part
+
+    def __call__(self, what: str, **values: Any) -> None:
+        rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}
+        with self.path.open("a") as file:
+            file.write(json.dumps({"part": self.part, "what": what, **rounded}) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def device() -> str:
+    """Where this runs."""
+    return "cpu" if CPU else "cuda"
+
+
+def now() -> float:
+    """Host clock once the device has finished."""
+    import torch
+
+    if not CPU:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def timed(work: Callable[[], Any], repeat: int = 3) -> tuple[float, float]:
+    """(median, first) seconds of `repeat` runs after one; the one holds loading and compiling."""
+    start = now()
+    work()
+    first, times = now() - start, []
+    for _ in range(repeat):
+        start = now()
+        work()
+        times.append(now() - start)
+    return sorted(times)[len(times) // 2], first
+
+
+def peak_gb() -> float:
+    """Most memory that was allocated since the last call."""
+    import torch
+
+    if CPU:
+        return 0.0
+    peak = torch.cuda.max_memory_allocated() / 1e9
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+def make_folder(size: Size, folder: Path) -> Path:
+    """A pipeline folder with the transformer's config alone, the tiny text encoder, and a full VAE for the large sizes."""
+    import torch
+    from ray_trainer.assets import builtin
+    from safetensors.torch import load_file, save_file
+
+    dtype, source = torch.float32 if CPU else torch.bfloat16, Path(builtin("models", "tiny_qwen_image"))
+    large = size is not MODELS["tiny"]
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("diffusion_pytorch_model*" if large else "nothing"))
+    for file in folder.rglob("*.safetensors"):
+        save_file({k: v.to(dtype) for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
+    for config in (folder / "text_encoder" / "config.json",):
+        config.write_text(config.read_text().replace('"float32"', f'"{str(dtype).removeprefix("torch.")}"'))
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink(missing_ok=True)
+    config = folder / "transformer" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **size.transformer}))
+    if large:
+        from diffusers import AutoencoderKLQwenImage
+
+        shutil.rmtree(folder / "vae")
+        torch.manual_seed(0)
+        AutoencoderKLQwenImage().to(dtype).save_pretrained(folder / "vae")
+    return folder
+
+
+def requests(size: Size, count: int, round_: int = 0, **changes: Any) -> list[Any]:
+    """`count` samples of one prompt each `size.batch`."""
+    from omni_rollout.types import GenerationRequest
+    from sde_samplers.settings import SamplerSettings
+
+    settings = SamplerSettings(
+        size.pixels, size.pixels, changes.pop("steps", size.steps), true_cfg_scale=4.0, max_sequence_length=256,
+        kind="flow_sde", noise_level=0.7, window=(1, 2),
+    )  # fmt: skip
+    return [
+        GenerationRequest(
+            f"{round_}-{i}", f"p{i // size.batch}", i % size.batch, f"{PROMPT}{i // size.batch}", seed=round_,
+            settings=settings, negative_prompt=" ", **changes,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def make_payload(size: Size, folder: Path, version: int) -> Any:
+    """An adapter on the attention layers as it is after some optimizer steps, the same for engine and trainer."""
+    import torch
+    from diffusers import QwenImageTransformer2DModel
+    from lora_sync import LoRAPayload
+    from model_specs import get_spec
+
+    with torch.device("meta"):
+        module = QwenImageTransformer2DModel.from_config(json.loads((folder / "transformer/config.json").read_text()))
+    draw, tensors = torch.Generator(device()).manual_seed(version), {}
+    for name, child in module.named_modules():
+        if isinstance(child, torch.nn.Linear) and name.endswith(get_spec("qwen_image").attention_targets):
+            a = torch.randn(size.rank, child.in_features, generator=draw, device=device()) / size.rank
+            b = torch.randn(child.out_features, size.rank, generator=draw, device=device()) * 1e-3
+            tensors |= {f"{name}.lora_A.weight": a.cpu(), f"{name}.lora_B.weight": b.cpu()}
+    return LoRAPayload.build(tensors, alphas=2.0 * size.rank, version=version)
+
+
+def training_batch(samples: Any, size: Size, old: Any) -> Any:
+    """A rollout's samples as an update takes them."""
+    import torch
+
+    data = samples.exclude("responses", "final_latents")
+    data["advantages"] = torch.randn(len(samples), generator=torch.Generator().manual_seed(0))
+    data["old_log_probs"] = old
+    options = {
+        "height": size.pixels,
+        "width": size.pixels,
+        "true_cfg_scale": 4.0,
+        "kind": "flow_sde",
+        "noise_level": 0.7,
+    }
+    for key, value in {**options, "micro_batch_size": size.micro}.items():
+        data.set_non_tensor(key, value)
+    return data
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+
+def ceiling(size: Size, folder: Path, report: Report) -> None:
+    """What the card can do: the measure of everything else."""
+    import torch
+
+    side, dtype = (256, torch.float32) if CPU else (8192, torch.bfloat16)
+    a, b = (torch.randn(side, side, device=device(), dtype=dtype) for _ in range(2))
+    seconds, _ = timed(lambda: [a @ b for _ in range(10)])
+    exact = a[:64].double() @ b[:, :64].double()
+    off = float(((a @ b)[:64, :64].double() - exact).norm() / exact.norm())
+    big = torch.randn((1 << 20) if CPU else (1 << 31), device=device(), dtype=dtype)
+    copy, into = 0.0, torch.empty_like(big)
+    copy, _ = timed(lambda: into.copy_(big))
+    name = "CPU" if CPU else torch.cuda.get_device_name()
+    memory = 0.0 if CPU else torch.cuda.get_device_properties(0).total_memory / 1e9
+    rate, bytes_ = 20 * side**3 / seconds / 1e12, 2 * big.numel() * big.element_size()
+    report("card", name=name, torch=torch.__version__, memory_gb=memory)
+    report("matmul", tflops=rate, off_by=off, good=off < 1e-2)
+    report("copy", gb_per_s=bytes_ / copy / 1e9, good=bool((into == big).all()))
+
+
+def tflop(size: Size, folder: Path, batch: int, text: int) -> float:
+    """Of one forward."""
+    from model_specs import get_spec_for
+
+    config = json.loads((folder / "transformer/config.json").read_text())
+    return get_spec_for(str(folder)).flops(config, batch, size.pixels, size.pixels, text_tokens=text) / 1e12
+
+
+def plain(size: Size, folder: Path, report: Report) -> None:
+    """Stock diffusers and PEFT, as a script would use them."""
+    import torch
+    from diffusers import QwenImageTransformer2DModel
+    from fsdp_diffusers_engine.loading import RandomSource
+    from model_specs import get_spec
+    from peft import LoraConfig
+
+    config = json.loads((folder / "transformer/config.json").read_text())
+    with torch.device("meta"):
+        module = QwenImageTransformer2DModel.from_config(config)
+    dtype = torch.float32 if CPU else torch.bfloat16
+    module, source = module.to(dtype).to_empty(device=device()), RandomSource(0, torch.device(device()))
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            p.copy_(source.read(name, tuple(p.shape), tuple(slice(None) for _ in p.shape)))
+    module.pos_embed.__init__(theta=10000, axes_dim=config["axes_dims_rope"], scale_rope=True)
+    module.requires_grad_(False)
+    targets = list(get_spec("qwen_image").attention_targets)
+    module.add_adapter(LoraConfig(r=size.rank, lora_alpha=2 * size.rank, target_modules=targets))
+    for p in module.parameters():
+        if p.requires_grad:
+            p.data = p.data.float()
+    text, tokens = 75, (size.pixels // 16) ** 2
+
+    def inputs(rows: int) -> dict[str, Any]:
+        def draw(*shape: int) -> Any:
+            return torch.randn(rows, *shape, device=device(), dtype=dtype)
+
+        return {
+            "hidden_states": draw(tokens, 64), "encoder_hidden_states": draw(text, config["joint_attention_dim"]),
+            "timestep": torch.full((rows,), 0.5, device=device(), dtype=dtype), "return_dict": False,
+            "encoder_hidden_states_mask": torch.ones(rows, text, device=device(), dtype=torch.bool),
+            "img_shapes": [[(1, size.pixels // 16, size.pixels // 16)]] * rows,
+        }  # fmt: skip
+
+    autocast = torch.autocast(device(), torch.bfloat16, enabled=not CPU)
+    batch = inputs(size.batch)
+    with torch.no_grad(), autocast:
+        good = bool(module(**batch)[0].isfinite().all())
+        forward, _ = timed(lambda: module(**batch))
+    report("forward", seconds=forward, tflops=tflop(size, folder, size.batch, text) / forward, good=good)
+    report("rollout", images_per_s=size.batch / (2 * size.steps * forward), note="forwards alone")
+    module.enable_gradient_checkpointing()
+    module.train()
+    batch = inputs(size.micro)
+
+    def update() -> None:
+        with autocast:
+            loss = module(**batch)[0].float().square().mean()
+        loss.backward()
+
+    seconds, _ = timed(update)
+    report(
+        "update", seconds=seconds, useful_tflops=2 * tflop(size, folder, size.micro, text) / seconds, peak_gb=peak_gb()
+    )
+    report(
+        "step",
+        images_per_s=1 / (2 * size.steps * forward / size.batch + 4 * seconds / size.micro),
+        note="rollout + update",
+    )
+
+
+def engine(size: Size, folder: Path, report: Report) -> None:
+    """A vLLM-Omni engine alone on the card."""
+    asyncio.run(_engine(size, folder, report))
+
+
+async def _engine(size: Size, folder: Path, report: Report) -> None:
+    import torch
+    from lora_sync import verify
+    from omni_rollout.config import DiffusionRolloutConfig, VllmOmniConfig
+    from omni_rollout.vllm_omni.server import vLLMOmniHttpServer
+
+    own = {"custom_pipeline_args": {"pipeline_class": "bench_pipeline.RandomQwenImage"}}
+    config = DiffusionRolloutConfig(
+        backend="vllm_omni", dtype="float32" if CPU else "bfloat16",
+        vllm_omni=VllmOmniConfig(
+            max_num_seqs=size.batch, enforce_eager=CPU, engine_kwargs=own, request_batch_max_wait_ms=100.0
+        ),
+    )  # fmt: skip
+    server = vLLMOmniHttpServer(config, str(folder))
+    report("start", seconds=await server.launch_server())
+    rounds = iter(range(1, 1000))
+
+    async def draw(what: str, count: int = 2 * size.batch, repeat: int = 2, **changes: Any) -> Any:
+        first, times = 0.0, []
+        for number in range(repeat + 1):
+            before, start = (await server.health()).batches, time.perf_counter()
+            samples = await server.generate(requests(size, count, next(rounds), **changes))
+            seconds = time.perf_counter() - start
+            first, times = (seconds, times) if number == 0 else (first, [*times, seconds])
+            after = (await server.health()).batches
+        sizes = {str(k): v - before.get(k, 0) for k, v in after.items() if v != before.get(k, 0)}
+        best = sorted(times)[len(times) // 2]
+        finite = all(bool(t.isfinite().all()) for t in samples.values() if torch.is_tensor(t) and t.is_floating_point())
+        report(what, images_per_s=count / best, first_s=first, seconds=best, batches=sizes, good=finite)
+        return samples
+
+    base = await draw("rollout, no adapter")
+    for version in (1, 2, 3):
+        payload = make_payload(size, folder, version)
+        start = time.perf_counter()
+        verify(payload, await server.update_lora(payload))
+        report("sync", seconds=time.perf_counter() - start, tensors=len(payload.tensors), good=True)
+    samples = await draw("rollout, adapter on", repeat=3)
+    moved = float((samples["final_latents"] - base["final_latents"]).abs().max())
+    report("adapter moves the samples", by=moved, good=moved > 0)
+    torch.save({"samples": samples.cpu().to_dict(), "payload": 3}, folder / "engine_samples.pt")
+    await draw("rollout, adapter on, half the steps", steps=size.steps // 2, repeat=1)
+
+    async def one_by_one() -> None:
+        async def late(request: Any, number: int) -> Any:
+            await asyncio.sleep(0.004 * number)
+            return await server.generate([request])
+
+        wanted = requests(size, 2 * size.batch, next(rounds))
+        before, start = (await server.health()).batches, time.perf_counter()
+        await asyncio.gather(*(late(request, i) for i, request in enumerate(wanted)))
+        after = (await server.health()).batches
+        sizes = {str(k): v - before.get(k, 0) for k, v in after.items() if v != before.get(k, 0)}
+        seconds = time.perf_counter() - start
+        report(
+            "rollout, adapter on, requests one by one",
+            images_per_s=len(wanted) / seconds,
+            seconds=seconds,
+            batches=sizes,
+        )
+
+    await one_by_one()
+    for turn in ("first", "second"):
+        start = time.perf_counter()
+        await server.sleep()
+        middle = time.perf_counter()
+        await server.wake_up()
+        report(f"sleep and wake, {turn}", sleep_s=middle - start, wake_s=time.perf_counter() - middle)
+    await draw("rollout after waking", count=size.batch, repeat=1)
+    await server.shutdown()
+
+
+def build_engine(size: Size, folder: Path, **options: Any) -> Any:
+    """The trainer's engine with random weights drawn on the card."""
+    from fsdp_diffusers_engine import (
+        DiffusionModelConfig,
+        FSDPEngineConfig,
+        FSDPOptimizerConfig,
+        PPODiffusersFSDPEngine,
+    )
+
+    config = json.loads((folder / "transformer/config.json").read_text())
+    model = DiffusionModelConfig(
+        path=str(folder), architecture="qwen_image", transformer_config=config, lora_rank=size.rank, lora_alpha=2 * size.rank,
+        target_modules="attention",
+    )  # fmt: skip
+    engine = PPODiffusersFSDPEngine(
+        model, FSDPEngineConfig(model_dtype="fp32" if CPU else "bf16", **options), FSDPOptimizerConfig(lr=1e-4)
+    )
+    engine.initialize()
+    return engine
+
+
+@contextlib.contextmanager
+def uncompiled(engine: Any) -> Iterator[None]:
+    """Blocks as they are without the compiler."""
+    kept = [block._compiled_call_impl for block in engine.blocks]
+    for block in engine.blocks:
+        block._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for block, call in zip(engine.blocks, kept, strict=True):
+            block._compiled_call_impl = call
+
+
+def trainer(size: Size, folder: Path, report: Report) -> None:
+    """The trainer's own rollout, replay and update on one set of weights."""
+    import torch
+    from diffusion_losses import DiffusionLossConfig
+    from fsdp_diffusers_engine import DiffusionLoss, gather_outputs
+    from lora_sync import apply_lora
+    from omni_rollout.diffusers_backend import DiffusersBackend
+
+    start = now()
+    engine = build_engine(size, folder)
+    report("start", seconds=now() - start, weights_gb=peak_gb())
+    apply_lora(engine.module, make_payload(size, folder, 3), "default")
+    spec, dtype = engine.spec, torch.float32 if CPU else torch.bfloat16
+    parts = (
+        spec.load_encoder(folder, dtype, device()),
+        spec.load_vae(folder, dtype, device()),
+        spec.load_scheduler(folder),
+    )
+    backend = DiffusersBackend(
+        spec, engine.module, *parts, max_batch_size=size.batch, device=device(), adapter_ctx=engine.use_adapter
+    )
+    rounds = iter(range(1, 1000))
+
+    def replay(samples: Any) -> Any:
+        with engine.eval_mode():
+            return gather_outputs(engine.forward_backward_batch(samples, None, forward_only=True))["log_probs"].cpu()
+
+    def floor(samples: Any) -> dict[str, Any]:
+        gap = (replay(samples) - samples["rollout_log_probs"]).abs()
+        return {
+            "largest_log_prob_gap": float(gap.max()),
+            "mean_log_prob_gap": float(gap.mean()),
+            "good": bool(gap.max() < 5e-3),
+        }
+
+    def rollout(what: str, count: int = size.batch, repeat: int = 2) -> Any:
+        kept: list[Any] = []
+
+        def draw() -> None:
+            with engine.eval_mode():
+                kept[:] = [backend.generate(requests(size, count, next(rounds)))]
+
+        seconds, first = timed(draw, repeat)
+        before = dict(backend.health().seconds)
+        draw()
+        phases = {f"{k}_s": v - before[k] for k, v in backend.health().seconds.items() if k != "sync"}
+        report(what, images_per_s=count / seconds, first_s=first, seconds=seconds, **phases, peak_gb=peak_gb())
+        return kept[0]
+
+    with uncompiled(engine):
+        rollout("rollout, not compiled", repeat=1)
+    samples = rollout("rollout")
+    data = training_batch(samples, size, samples["rollout_log_probs"])
+    report("log-prob floor of the own rollout", **floor(data))
+    file = folder / "engine_samples.pt"
+    if file.exists():
+        from tensordict import TensorDict
+
+        theirs = TensorDict(torch.load(file)["samples"], batch_size=[2 * size.batch])[: size.batch]
+        scored = training_batch(theirs, size, theirs["rollout_log_probs"])
+        report("log-prob floor of the engine's rollout", **floor(scored))
+    seconds, _ = timed(lambda: replay(data), 2)
+    texts = samples["prompt_embeds"].shape[1], samples["negative_prompt_embeds"].shape[1]
+    work = 2 * sum(tflop(size, folder, len(samples), text) for text in texts)  # two trained steps
+    report("replay", seconds=seconds, tflops=work / seconds, images_per_s=len(samples) / seconds)
+
+    loss = DiffusionLoss(DiffusionLossConfig(clip_ratio=1.0))
+    names = [name for name in engine.trainable if ".to_q." in name and "lora_B" in name][:8]
+    wanted: dict[str, Any] = {}
+
+    def update(what: str, batch: Any = data, recompute: int | None = None, repeat: int = 2) -> None:
+        engine.recompute.chosen.clear()
+        engine.recompute._fixed = recompute
+        engine.optimizer_zero_grad()
+        peak_gb()
+
+        def step() -> None:
+            engine.optimizer_zero_grad()
+            engine.forward_backward(batch, loss)
+
+        try:
+            seconds, first = timed(step, repeat)
+        except torch.cuda.OutOfMemoryError as error:
+            engine.optimizer_zero_grad()
+            torch.cuda.empty_cache()
+            report(what, failed=str(error)[:120])
+            return
+        found = {name: engine.trainable[name].grad.clone() for name in names}
+        wanted.update({} if wanted else found)
+        apart = sum(float((found[n] - wanted[n]).square().sum()) for n in names)
+        off = (apart / max(sum(float(wanted[n].square().sum()) for n in names), 1e-30)) ** 0.5
+        chosen = sorted(set(engine.recompute.chosen.values())) if recompute is None else [recompute]
+        share = {"useful_tflops": 2 * work * len(batch) / len(samples) / seconds, "peak_gb": peak_gb()}
+        report(what, seconds=seconds, first_s=first, recomputed=chosen, gradient_off_by=off, good=off < 0.1, **share)
+
+    with uncompiled(engine):
+        update("update, not compiled, all recomputed", recompute=len(engine.blocks), repeat=1)
+    update("update, all recomputed", recompute=len(engine.blocks))
+    masked = data.clone()
+    pad = torch.nn.functional.pad
+    masked["prompt_embeds"] = pad(data["prompt_embeds"], (0, 0, 0, 1))
+    masked["prompt_embeds_mask"] = pad(data["prompt_embeds_mask"], (0, 1))
+    masked["prompt_embeds_mask"][:: size.micro, -1] = True  # one longer row a micro-batch: none can do without its mask
+    update("update, all recomputed, masked attention", masked, recompute=len(engine.blocks), repeat=1)
+    update("update, as many recomputed as memory asks")
+    start = now()
+    engine.step()
+    report("optimizer step", seconds=now() - start)
+
+
+def ranks(size: Size, folder: Path, report: Report) -> None:
+    """The update over several processes; each of them runs this, rank 0 reports."""
+    import torch
+    import torch.distributed as dist
+    from diffusion_losses import DiffusionLossConfig
+    from fsdp_diffusers_engine import DiffusionLoss
+    from tensordict import TensorDict
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if not CPU:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("gloo" if CPU else "cpu:gloo,cuda:nccl")
+    draw = torch.Generator().manual_seed(0)
+    tokens, text = (size.pixels // 16) ** 2, 75
+    channels = json.loads((folder / "transformer/config.json").read_text())["joint_attention_dim"]
+    count = 2 * size.micro * world
+    latents = torch.randn(count, 1, tokens, 64, generator=draw)
+    data = TensorDict(
+        {
+            "latents": latents, "next_latents": latents + 0.05 * torch.randn(latents.shape, generator=draw),
+            "step_index": torch.zeros(count, 1, dtype=torch.long), "sigmas": torch.linspace(1, 0, 11).expand(count, -1),
+            "advantages": torch.randn(count, generator=draw), "old_log_probs": torch.zeros(count, 1),
+            "prompt_embeds": torch.randn(count, text, channels, generator=draw),
+            "prompt_embeds_mask": torch.ones(count, text, dtype=torch.bool),
+        },
+        batch_size=[count],
+    )  # fmt: skip
+    options = {"height": size.pixels, "width": size.pixels, "kind": "flow_sde", "noise_level": 0.7}
+    for key, value in {**options, "micro_batch_size": size.micro}.items():
+        data.set_non_tensor(key, value)
+    loss = DiffusionLoss(DiffusionLossConfig(clip_ratio=1e9))
+    for what, fsdp_size in (("replicated", 1), ("sharded", -1)):
+        engine = build_engine(size, folder, fsdp_size=fsdp_size)
+        part = data[engine.layout.dp_rank :: world]
+        found: list[float] = []
+
+        def step(engine: Any = engine, part: Any = part, found: list[float] = found) -> None:
+            engine.forward_backward(part, loss)
+            found.append(engine.step()["actor/grad_norm"])
+
+        seconds, first = timed(step, 2)
+        work = 2 * tflop(size, folder, count, text)
+        chosen = sorted(set(engine.recompute.chosen.values()))
+        if rank == 0:
+            values = {"seconds": seconds, "first_s": first, "useful_tflops_each": work / seconds / world}
+            report(f"update, {what}", ranks=world, **values, recomputed=chosen, grad_norm=found[0], peak_gb=peak_gb())
+        del engine
+        if not CPU:
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+def program(size: Size, folder: Path, report: Report, *keys: str) -> None:
+    """Three steps of `apps/flowgrpo`, told by its own metrics."""
+    with tempfile.TemporaryDirectory() as made:
+        work = Path(made)
+        (work / "train.jsonl").write_text("".join(json.dumps({"prompt": PROMPT + str(i)}) + "\n" for i in range(16)))
+        (work / "val.jsonl").write_text(json.dumps({"prompt": PROMPT + "99"}) + "\n")
+        config = json.loads((folder / "transformer/config.json").read_text())
+        pixels, batch = size.pixels, size.batch
+        command = [
+            sys.executable, str(ROOT / "apps/flowgrpo"), "recipe=tiny_flow_grpo", f"model.path={folder}",
+            "model.architecture=qwen_image", f"model.lora_rank={size.rank}", f"model.lora_alpha={2 * size.rank}",
+            "model.target_modules=attention", "model.enable_gradient_checkpointing=true",
+            f"model.transformer_config={json.dumps(config).replace(' ', '')}",
+            f"actor.fsdp_config.model_dtype={'fp32' if CPU else 'bf16'}", f"rollout.dtype={'float32' if CPU else 'bfloat16'}",
+            "actor.diffusion_loss.ref_kl_coef=0", f"actor.ppo_mini_batch_size={batch}",
+            f"actor.ppo_micro_batch_size_per_gpu={size.micro}", f"rollout.pipeline.height={pixels}",
+            f"rollout.pipeline.width={pixels}", f"rollout.pipeline.num_inference_steps={size.steps}",
+            "rollout.pipeline.true_cfg_scale=4.0", "rollout.pipeline.max_sequence_length=256",
+            "rollout.algo.sde_window_size=2", f"rollout.algo.sde_window_range=[0,{size.steps // 2}]", f"rollout.n={batch}",
+            f"rollout.max_batch_size={batch}", "data.prompts_per_step=2", f"data.train_file={work}/train.jsonl",
+            f"data.val_file={work}/val.jsonl", "data.val_max_prompts=1", "rollout.val_kwargs.n=1",
+            f"rollout.val_kwargs.pipeline.height={pixels}", f"rollout.val_kwargs.pipeline.width={pixels}",
+            "rollout.val_kwargs.pipeline.num_inference_steps=2", "reward.name=jpeg_compressibility", "reward.num_workers=2",
+            "trainer.total_steps=3", "trainer.val_before_train=false", "trainer.val_every=0", "trainer.save_every=0",
+            f"trainer.run_dir={work}/run", "trainer.on_existing=delete", "ray.object_store_mb=2048", *keys,
+        ]  # fmt: skip
+        start = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"exit {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
+        report("whole run", seconds=time.perf_counter() - start)
+        for line in (work / "run" / "metrics.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            shown = ("time/", "perf/", "sync/", "forwards/")
+            kept = {k: v for k, v in row.items() if k.startswith(shown) or k == "actor/rollout_log_prob_diff_max"}
+            report(f"step {row.get('step')}", **kept)
+
+
+def program_engine(size: Size, folder: Path, report: Report) -> None:
+    """The same with a vLLM-Omni engine: on a card of its own where there are two, else asleep during updates."""
+    own = "rollout.vllm_omni.engine_kwargs.custom_pipeline_args.pipeline_class=bench_pipeline.RandomQwenImage"
+    eager = f"rollout.vllm_omni.enforce_eager={str(CPU).lower()}"
+    program(size, folder, report, "rollout.backend=vllm_omni", own, eager)
+
+
+# ---------------------------------------------------------------------------------------------------------- the parent
+
+
+def run_part(
+    part: str, options: argparse.Namespace, folder: Path, into: Path, log: Path, cards: str | None
+) -> subprocess.Popen[bytes]:
+    """Start one part in a process group of its own."""
+    env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2" if CPU else "6", **os.environ}
+    env["PYTHONPATH"] = f"{ROOT / 'tools'}:{env.get('PYTHONPATH', '')}"
+    env.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True") if part in (
+        "plain",
+        "trainer",
+        "ranks",
+    ) else None
+    if cards is not None:
+        env["CUDA_VISIBLE_DEVICES"] = cards
+    command = [
+        sys.executable,
+        __file__,
+        "--model",
+        options.model,
+        "--child",
+        part,
+        "--folder",
+        str(folder),
+        "--into",
+        str(into),
+    ]
+    if part == "ranks":
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}", *command[1:]
+        ]  # fmt: skip
+    with log.open("wb") as out:
+        return subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+
+
+def main() -> int:
+    """Run the parts and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="tiny")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:-1]))
+    parser.add_argument("--cards", nargs="+", help="run parts side by side, one at a time on each of these, e.g. 0 1")
+    parser.add_argument("--ranks", type=int, default=2, help="processes of the part `ranks`")
+    parser.add_argument("--limit", type=float, default=570.0, help="seconds for all parts together")
+    parser.add_argument("--out", type=Path, help="file for the results, as JSON lines")
+    parser.add_argument("--logs", type=Path, help="folder for the parts' own output")
+    for hidden in ("--child", "--folder", "--into"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    size = MODELS[options.model]
+    if options.child:
+        report = Report(Path(options.into), options.child)
+        try:
+            globals()[options.child](size, Path(options.folder), report)
+        except Exception as error:
+            traceback.print_exc()
+            report("failed", good=False, error=f"{type(error).__name__}: {error}"[-900:])
+            return 1
+        report("done", seconds=time.perf_counter() - _STARTED)
+        return 0
+    end = time.monotonic() + options.limit
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as made:
+        folder, into = make_folder(size, Path(made) / "model"), options.out or Path(made) / "results.jsonl"
+        logs = options.logs or Path(made)
+        logs.mkdir(parents=True, exist_ok=True)
+        into.unlink(missing_ok=True)
+        into.touch()
+        failed = schedule(options, folder, into, logs, end)
+        rows = [json.loads(line) for line in into.read_text().splitlines()]
+    print(table(rows))
+    failed += [f"{row['part']}: {row['what']}" for row in rows if row.get("good") is False]
+    print(f"failed: {', '.join(failed)}" if failed else "all good")
+    return 1 if failed else 0
+
+
+def schedule(options: argparse.Namespace, folder: Path, into: Path, logs: Path, end: float) -> list[str]:
+    """Run the parts, one at a time on each card; returns what did not end well."""
+    waiting, failed = list(options.parts), list[str]()
+    free: list[str | None] = list(options.cards or [None])
+    every = len(free)
+    running: list[tuple[str, subprocess.Popen[bytes], list[str | None], float]] = []
+    try:
+        while waiting or running:
+            whole = bool(waiting) and waiting[0] in ("ranks", "program_engine")  # these take all cards
+            if waiting and time.monotonic() < end and len(free) >= (every if whole else 1):
+                part, mine = waiting.pop(0), [free.pop(0) for _ in range(every if whole else 1)]
+                cards = None if mine == [None] else ",".join(card or "" for card in mine)
+                process = run_part(part, options, folder, into, logs / f"{part}.log", cards)
+                running.append((part, process, mine, min(time.monotonic() + DEADLINES[part], end)))
+            elif waiting and not running:
+                failed += [f"{part}: not started" for part in waiting]
+                break
+            for entry in list(running):
+                part, process, mine, limit = entry
+                late = time.monotonic() > limit
+                if process.poll() is None and not late:
+                    continue
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                running.remove(entry)
+                free += mine
+                if late or process.returncode:
+                    failed.append(f"{part}: {'out of time' if late else f'exit {process.returncode}'}")
+                    print(f"-- {part}\n{(logs / f'{part}.log').read_text(errors='replace')[-1500:]}", flush=True)
+            time.sleep(0.2)
+    finally:
+        for _, process, _, _ in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return failed
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """One line a result; speeds also as a share of the ceiling that was measured in the same run."""
+    top = next((row["tflops"] for row in rows if row["what"] == "matmul"), None)
+    lines = []
+    for row in rows:
+        row = dict(row)
+        part, what = row.pop("part"), row.pop("what")
+        for key in ("tflops", "useful_tflops", "useful_tflops_each"):
+            if top and key in row and part != "ceiling":
+                row[key.replace("tflops", "share")] = round(row[key] / top, 3)
+        lines.append(f"{part:8} {what:45} " + "  ".join(f"{k}={_short(v)}" for k, v in row.items()))
+    return "\n".join(lines)
+
+
+def _short(value: Any) -> str:
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float)
+        else json.dumps(value)
+        if isinstance(value, (dict, list))
+        else str(value)
+    )
+
+
+_STARTED = time.perf_counter()
+
+if __name__ == "__main__":
+    sys.exit(main())
