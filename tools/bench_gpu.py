@@ -42,8 +42,8 @@ PARTS = ("ceiling", "plain", "engine", "trainer", "program", "program_engine", "
 DEADLINES = {
     "ceiling": 60,
     "plain": 120,
-    "engine": 300,
-    "trainer": 330,
+    "engine": 440,
+    "trainer": 440,
     "program": 280,
     "program_engine": 400,
     "ranks": 300,
@@ -81,7 +81,7 @@ class Report:
         self.path, self.part = path, part
 
     def __call__(self, what: str, **values: Any) -> None:
-        rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}
+        rounded = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}
         with self.path.open("a") as file:
             file.write(json.dumps({"part": self.part, "what": what, **rounded}) + "\n")
 
@@ -139,7 +139,8 @@ def make_folder(size: Size, folder: Path) -> Path:
         save_file({k: v.to(dtype) for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
     for config in (folder / "text_encoder" / "config.json",):
         config.write_text(config.read_text().replace('"float32"', f'"{str(dtype).removeprefix("torch.")}"'))
-    (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink(missing_ok=True)
+    # A file without tensors: the program looks for one, and the weights come from `transformer_config` and the engine's pipeline.
+    save_file({}, folder / "transformer" / "diffusion_pytorch_model.safetensors")
     config = folder / "transformer" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **size.transformer}))
     if large:
@@ -158,7 +159,7 @@ def requests(size: Size, count: int, round_: int = 0, **changes: Any) -> list[An
 
     settings = SamplerSettings(
         size.pixels, size.pixels, changes.pop("steps", size.steps), true_cfg_scale=4.0, max_sequence_length=256,
-        kind="flow_sde", noise_level=0.7, window=(1, 2),
+        kind="flow_sde", noise_level=0.7, window=(0, 1),
     )  # fmt: skip
     return [
         GenerationRequest(
@@ -336,17 +337,17 @@ async def _engine(size: Size, folder: Path, report: Report) -> None:
         report(what, images_per_s=count / best, first_s=first, seconds=best, batches=sizes, good=finite)
         return samples
 
-    base = await draw("rollout, no adapter")
+    base = await draw("rollout, no adapter", count=size.batch, repeat=1)
     for version in (1, 2, 3):
         payload = make_payload(size, folder, version)
         start = time.perf_counter()
         verify(payload, await server.update_lora(payload))
         report("sync", seconds=time.perf_counter() - start, tensors=len(payload.tensors), good=True)
-    samples = await draw("rollout, adapter on", repeat=3)
-    moved = float((samples["final_latents"] - base["final_latents"]).abs().max())
+    samples = await draw("rollout, adapter on")
+    moved = float((samples["final_latents"][: size.batch] - base["final_latents"]).abs().max())
     report("adapter moves the samples", by=moved, good=moved > 0)
     torch.save({"samples": samples.cpu().to_dict(), "payload": 3}, folder / "engine_samples.pt")
-    await draw("rollout, adapter on, half the steps", steps=size.steps // 2, repeat=1)
+    await draw("rollout, adapter on, half the steps", count=size.batch, steps=size.steps // 2, repeat=1)
 
     async def one_by_one() -> None:
         async def late(request: Any, number: int) -> Any:
@@ -465,13 +466,6 @@ def trainer(size: Size, folder: Path, report: Report) -> None:
     samples = rollout("rollout")
     data = training_batch(samples, size, samples["rollout_log_probs"])
     report("log-prob floor of the own rollout", **floor(data))
-    file = folder / "engine_samples.pt"
-    if file.exists():
-        from tensordict import TensorDict
-
-        theirs = TensorDict(torch.load(file)["samples"], batch_size=[2 * size.batch])[: size.batch]
-        scored = training_batch(theirs, size, theirs["rollout_log_probs"])
-        report("log-prob floor of the engine's rollout", **floor(scored))
     seconds, _ = timed(lambda: replay(data), 2)
     texts = samples["prompt_embeds"].shape[1], samples["negative_prompt_embeds"].shape[1]
     work = 2 * sum(tflop(size, folder, len(samples), text) for text in texts)  # two trained steps
@@ -483,7 +477,7 @@ def trainer(size: Size, folder: Path, report: Report) -> None:
 
     def update(what: str, batch: Any = data, recompute: int | None = None, repeat: int = 2) -> None:
         engine.recompute.chosen.clear()
-        engine.recompute._fixed = recompute
+        engine.recompute.count = recompute
         engine.optimizer_zero_grad()
         peak_gb()
 
@@ -516,9 +510,21 @@ def trainer(size: Size, folder: Path, report: Report) -> None:
     masked["prompt_embeds_mask"][:: size.micro, -1] = True  # one longer row a micro-batch: none can do without its mask
     update("update, all recomputed, masked attention", masked, recompute=len(engine.blocks), repeat=1)
     update("update, as many recomputed as memory asks")
+    with contextlib.suppress(Exception):
+        engine.module.set_attention_backend("native" if CPU else "_native_cudnn")
+        update("update, as many recomputed as memory asks, cuDNN attention")
+        engine.module.reset_attention_backend()
     start = now()
     engine.step()
     report("optimizer step", seconds=now() - start)
+    apply_lora(engine.module, make_payload(size, folder, 3), "default")
+    file = folder / "engine_samples.pt"
+    if file.exists():
+        from tensordict import TensorDict
+
+        theirs = TensorDict(torch.load(file)["samples"], batch_size=[2 * size.batch])[: size.batch]
+        scored = training_batch(theirs, size, theirs["rollout_log_probs"])
+        report("log-prob floor of the engine's rollout", **floor(scored))
 
 
 def ranks(size: Size, folder: Path, report: Report) -> None:
@@ -613,7 +619,7 @@ def program(size: Size, folder: Path, report: Report, *keys: str) -> None:
 
 def program_engine(size: Size, folder: Path, report: Report) -> None:
     """The same with a vLLM-Omni engine: on a card of its own where there are two, else asleep during updates."""
-    own = "rollout.vllm_omni.engine_kwargs.custom_pipeline_args.pipeline_class=bench_pipeline.RandomQwenImage"
+    own = "rollout.vllm_omni.engine_kwargs={custom_pipeline_args: {pipeline_class: bench_pipeline.RandomQwenImage}}"
     eager = f"rollout.vllm_omni.enforce_eager={str(CPU).lower()}"
     program(size, folder, report, "rollout.backend=vllm_omni", own, eager)
 
@@ -625,7 +631,7 @@ def run_part(
     part: str, options: argparse.Namespace, folder: Path, into: Path, log: Path, cards: str | None
 ) -> subprocess.Popen[bytes]:
     """Start one part in a process group of its own."""
-    env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2" if CPU else "6", **os.environ}
+    env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1" if CPU else "6", **os.environ}
     env["PYTHONPATH"] = f"{ROOT / 'tools'}:{env.get('PYTHONPATH', '')}"
     env.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True") if part in (
         "plain",

@@ -40,10 +40,14 @@ def test_a_number_of_blocks_that_there_is_not(make_engine: Any, count: int) -> N
 def test_the_count_follows_from_free_memory() -> None:
     """Qwen-Image at 512², micro-batch 8, compiled: a block keeps about 0.76 GB and passes on 0.054 GB."""
     choose = [blocks_to_recompute(60, free * 1e9, 0.76e9, 0.054e9) for free in (0, 4, 20, 40, 60, 80)]
-    assert choose[0] == choose[1] == 60 and choose[-1] == 0
-    assert choose == sorted(choose, reverse=True) and 0 < choose[3] < 60
+    assert choose[0] == choose[1] == 60
+    assert choose[-1] == 0
+    assert choose == sorted(choose, reverse=True)
+    assert 0 < choose[3] < 60
     for free, count in zip((20e9, 40e9, 60e9), choose[2:5], strict=True):
-        assert (60 - count) * 0.76e9 + count * 0.054e9 + 3 * 0.76e9 <= free  # what is kept, passed on, and backward's own
+        assert (
+            60 - count
+        ) * 0.76e9 + count * 0.054e9 + 3 * 0.76e9 <= free  # what is kept, passed on, and backward's own
 
 
 def test_rows_of_one_length_need_no_mask(make_engine: Any, make_batch: Any) -> None:
@@ -55,7 +59,9 @@ def test_rows_of_one_length_need_no_mask(make_engine: Any, make_batch: Any) -> N
     assert [micro["cond"].embeds.shape[1] for micro in micros] == [4, 9]
     assert all(micro["cond"].full for micro in micros)
     mixed = prompts({key: data[key] for key in ("prompt_embeds", "prompt_embeds_mask")})
-    assert mixed is not None and mixed.embeds.shape[1] == 9 and not mixed.full
+    assert mixed is not None
+    assert mixed.embeds.shape[1] == 9
+    assert not mixed.full
     # The mask that is no longer needed changed nothing but the kernel.
     with engine.eval_mode():
         apart = engine.forward_backward_batch(data, None, forward_only=True)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from omni_rollout.vllm_omni.lora_product import add_lora
+from omni_rollout.vllm_omni.lora_product import Factors, LoRAMethod, add_lora
 
 SIZES = [6, 4, 4]
 
@@ -15,9 +15,7 @@ def factors(dtype=torch.float32, rank=2, wide=5):
 
 def by_hand(y, x, a, b):
     rank = b.shape[1]
-    parts = [
-        x @ part_a.T @ part_b.T for part_a, part_b in zip(a.split(rank), b.split(SIZES), strict=True)
-    ]
+    parts = [x @ part_a.T @ part_b.T for part_a, part_b in zip(a.split(rank), b.split(SIZES), strict=True)]
     return y + torch.cat(parts, dim=-1)
 
 
@@ -41,6 +39,51 @@ def test_the_compiler_keeps_it_in_one_graph():
     with torch.no_grad():
         found = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)(y, x, a, b)
     assert torch.allclose(found, expected, atol=1e-6)
+
+
+class Own:
+    """A linear layer's method as vLLM has it."""
+
+    def apply(self, layer, x, bias=None):
+        return torch.nn.functional.linear(x, layer.weight, bias)
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(sum(SIZES), 5))
+        self.quant_method = Own()
+
+    def forward(self, x):
+        return x + self.quant_method.apply(self, torch.nn.functional.layer_norm(x, (5,))).relu().mean(-1, keepdim=True)
+
+
+def test_new_versions_of_an_adapter_compile_nothing():
+    """As the engine compiles: each block's own forward, shapes dynamic. One graph without an adapter, one with, no break."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    blocks = [Block() for _ in range(3)]
+    for block in blocks:
+        block.forward = torch.compile(block.forward, dynamic=True, backend="aot_eager")
+
+    def graphs(rows):
+        x = torch.randn(rows, 4, 5)
+        for block in blocks:
+            x = block(x)
+        return counters["stats"]["unique_graphs"]
+
+    with torch.inference_mode():
+        assert [graphs(3), graphs(7)] == [1, 1]
+        for block in blocks:
+            block.quant_method = LoRAMethod(block.quant_method, SIZES)
+        found = []
+        for _ in range(3):
+            for block in blocks:
+                block.quant_method.active = Factors(torch.randn(6, 5), torch.randn(sum(SIZES), 2))
+            found += [graphs(3), graphs(7)]
+    assert found == [2] * 6
+    assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize("step", [1e-4, 1e-2])

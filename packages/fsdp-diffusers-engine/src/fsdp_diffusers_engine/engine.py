@@ -105,7 +105,9 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
             module.requires_grad_(True)
         self.blocks = sharding.blocks_of(module, config)
         compiled = engine.use_torch_compile
-        if compiled is None:  # kernels that the compiler picks by timing them are no help to a run that must repeat itself
+        if (
+            compiled is None
+        ):  # kernels that the compiler picks by timing them are no help to a run that must repeat itself
             compiled = self.device.type == "cuda" and not engine.full_determinism
         if compiled:
             sharding.compile_blocks(self.blocks)

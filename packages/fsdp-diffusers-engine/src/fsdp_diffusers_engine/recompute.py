@@ -30,7 +30,7 @@ class Recompute:
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device, count: int | None = None) -> None:
         self._place = {id(block): number for number, block in enumerate(blocks)}
-        self._device, self._fixed = device, count
+        self._device, self.count = device, count
         self.chosen: dict[tuple[Any, ...], int] = {}
         """Shapes of a block's inputs → how many blocks are recomputed."""
 
@@ -39,7 +39,7 @@ class Recompute:
         place = self._place.get(id(block))
         if place is None:  # a refiner or another part outside the repeated blocks: few, and none was counted
             return checkpoint(block, *args, use_reentrant=False)
-        count = self._fixed
+        count = self.count
         if count is None:
             shapes = tuple(tuple(arg.shape) for arg in args if isinstance(arg, Tensor))
             if shapes not in self.chosen:

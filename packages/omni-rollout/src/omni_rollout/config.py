@@ -179,8 +179,9 @@ class VllmOmniConfig:
     """Skip torch.compile of the transformer blocks."""
     max_num_seqs: int = 16
     """Requests that one engine batch may hold."""
-    request_batch_max_wait_ms: float = 5.0
-    """How long the engine waits for more requests before it starts a batch that is not full."""
+    request_batch_max_wait_ms: float = 100.0
+    """How long the engine waits at most for more requests before it starts a batch that is not full. It stops waiting once none
+    came for a fifth of that time, and never waits for a full batch."""
     step_execution: bool = False
     """Schedule step by step instead of request by request (models that support it)."""
     enable_sleep_mode: bool = True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @torch.library.custom_op("omni_rollout::add_lora", mutates_args=("y",))
@@ -22,3 +24,27 @@ def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, sizes: list[int]) -> No
         columns = slice(start, start + size)
         out[:, columns].addmm_(low[:, part * rank : (part + 1) * rank], b[columns].t())
         start += size
+
+
+class Factors(NamedTuple):
+    """An adapter's share in one layer, as this rank holds it."""
+
+    a: Tensor
+    """[P · R, in]."""
+    b: Tensor
+    """[out, R]."""
+
+
+class LoRAMethod:
+    """A layer's own product, and the active adapter's beside it: a `quant_method` as vLLM's linear layers call it."""
+
+    def __init__(self, own: Any, sizes: list[int]) -> None:
+        self.own, self.sizes = own, sizes
+        self.active: Factors | None = None
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[..., out] for `x` [..., in]; see vLLM's `LinearMethodBase`."""
+        y: Tensor = self.own.apply(layer, x, bias)
+        if self.active is not None:
+            add_lora(y, x, self.active.a, self.active.b, self.sizes)
+        return y

@@ -13,49 +13,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
-    LinearMethodBase,
     QKVParallelLinear,
     RowParallelLinear,
 )
 
-from .lora_product import add_lora
+from .lora_product import Factors, LoRAMethod
 from .lora_request import OmniTensorLoRARequest
-
-
-class Factors(NamedTuple):
-    """An adapter's share in one layer, as this rank holds it."""
-
-    a: Tensor
-    """[P · R, in]."""
-    b: Tensor
-    """[out, R]."""
-
-
-class LoRAMethod(LinearMethodBase):
-    """A layer's own product, and the active adapter's beside it."""
-
-    def __init__(self, own: Any, sizes: list[int]) -> None:
-        self.own, self.sizes = own, sizes
-        self.active: Factors | None = None
-
-    def create_weights(self, *args: Any, **kwargs: Any) -> None:
-        """The layer has its weights."""
-        self.own.create_weights(*args, **kwargs)
-
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See vLLM's `LinearMethodBase`."""
-        y: Tensor = self.own.apply(layer, x, bias)
-        if self.active is not None:
-            add_lora(y, x, self.active.a, self.active.b, self.sizes)
-        return y
 
 
 class WorkerAdapters:
@@ -156,7 +127,9 @@ class WorkerAdapters:
         for number, part in parts.items():
             for held, tensor in zip(_views(Factors(a, b), sizes, number, part), _own(layer, number, part), strict=True):
                 if held.shape != tensor.shape:
-                    raise ValueError(f"a part of {type(layer).__name__} takes {list(held.shape)}, not {list(tensor.shape)}")
+                    raise ValueError(
+                        f"a part of {type(layer).__name__} takes {list(held.shape)}, not {list(tensor.shape)}"
+                    )
                 held.copy_(tensor)
         return Factors(a, b)
 

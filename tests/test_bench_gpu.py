@@ -1,0 +1,73 @@
+"""tools/bench_gpu.py: its tiny form measures on a CPU, and a part that fails or hangs does not stop the others."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).parent.parent / "tools"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import bench_gpu
+
+    return bench_gpu
+
+
+def test_the_tiny_form(tmp_path):
+    command = [sys.executable, str(TOOLS / "bench_gpu.py"), "--model", "tiny", "--parts", "ceiling", "plain", "trainer"]
+    command += ["--out", str(tmp_path / "found.jsonl"), "--logs", str(tmp_path), "--limit", "1200"]
+    env = {**os.environ, "OMNI_ROLLOUT_CPU": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
+    by_name = {(row["part"], row["what"]): row for row in rows}
+    assert all(row.get("good", True) for row in rows)
+    assert {part for part, what in by_name if what == "done"} == {"ceiling", "plain", "trainer"}
+    assert by_name["trainer", "log-prob floor of the own rollout"]["largest_log_prob_gap"] <= 1e-5
+    assert by_name["trainer", "update, all recomputed"]["recomputed"] == [2]
+    assert by_name["trainer", "update, all recomputed"]["gradient_off_by"] <= 1e-5
+    for name in [("ceiling", "matmul"), ("plain", "update"), ("trainer", "replay")]:
+        assert by_name[name].get("tflops", by_name[name].get("useful_tflops")) > 0
+    assert "all good" in done.stdout
+
+
+def test_parts_that_fail_or_hang_are_reported(bench, monkeypatch, tmp_path):
+    """Four parts on two cards: one fails, one hangs, one needs both cards, one is fine."""
+    codes = {
+        "ceiling": "pass",
+        "plain": "raise SystemExit(3)",
+        "trainer": "import time; time.sleep(60)",
+        "ranks": "pass",
+    }
+    seen = {}
+
+    def run_part(part, options, folder, into, log, cards):
+        seen[part] = cards
+        log.write_text("")
+        return subprocess.Popen([sys.executable, "-S", "-c", codes[part]], start_new_session=True)
+
+    monkeypatch.setattr(bench, "run_part", run_part)
+    monkeypatch.setitem(bench.DEADLINES, "trainer", 1.0)
+    options = argparse.Namespace(parts=["trainer", "plain", "ceiling", "ranks"], cards=["0", "1"])
+    start = time.monotonic()
+    failed = bench.schedule(options, tmp_path, tmp_path / "out", tmp_path, time.monotonic() + 300)
+    assert failed == ["plain: exit 3", "trainer: out of time"]
+    assert {seen["trainer"], seen["plain"], seen["ceiling"]} == {"0", "1"}
+    assert sorted(seen["ranks"].split(",")) == ["0", "1"]
+    assert time.monotonic() - start < 60
+
+
+def test_the_table_gives_shares_of_the_ceiling(bench):
+    rows = [
+        {"part": "ceiling", "what": "matmul", "tflops": 800.0},
+        {"part": "trainer", "what": "update", "useful_tflops": 400.0, "seconds": 2.0},
+    ]
+    assert "useful_share=0.5" in bench.table(rows)
