@@ -148,7 +148,8 @@ def make_folder(size: Size, folder: Path) -> Path:
 
         shutil.rmtree(folder / "vae")
         torch.manual_seed(0)
-        AutoencoderKLQwenImage().to(dtype).save_pretrained(folder / "vae")
+        vae: Any = AutoencoderKLQwenImage()
+        vae.to(dtype).save_pretrained(folder / "vae")
     return folder
 
 
@@ -179,7 +180,7 @@ def make_payload(size: Size, folder: Path, version: int) -> Any:
 
     with torch.device("meta"):
         module = QwenImageTransformer2DModel.from_config(json.loads((folder / "transformer/config.json").read_text()))
-    draw, tensors = torch.Generator(device()).manual_seed(version), {}
+    draw, tensors = torch.Generator(device()).manual_seed(version), dict[str, Any]()
     for name, child in module.named_modules():
         if isinstance(child, torch.nn.Linear) and name.endswith(get_spec("qwen_image").attention_targets):
             a = torch.randn(size.rank, child.in_features, generator=draw, device=device()) / size.rank
@@ -324,7 +325,7 @@ async def _engine(size: Size, folder: Path, report: Report) -> None:
     rounds = iter(range(1, 1000))
 
     async def draw(what: str, count: int = 2 * size.batch, repeat: int = 2, **changes: Any) -> Any:
-        first, times = 0.0, []
+        first, times = 0.0, list[float]()
         for number in range(repeat + 1):
             before, start = (await server.health()).batches, time.perf_counter()
             samples = await server.generate(requests(size, count, next(rounds), **changes))

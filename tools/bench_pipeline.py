@@ -18,7 +18,7 @@ class RandomQwenImage(QwenImageRolloutPipeline):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.weights_sources = []
+        self.weights_sources: list[Any] = []
 
     def load_weights(self, weights: Any) -> None:  # type: ignore[override]
         """The random weights, in place of the folder's."""

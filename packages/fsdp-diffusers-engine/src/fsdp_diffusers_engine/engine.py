@@ -113,7 +113,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
             sharding.compile_blocks(self.blocks)
         if config.enable_gradient_checkpointing:
             self.recompute = Recompute(self.blocks, self.device, self._recomputed())
-            module.enable_gradient_checkpointing(self.recompute)
+            module.enable_gradient_checkpointing(self.recompute)  # type: ignore[operator]
         if self.layout.sharded:
             sharding.shard(module, self.blocks, self.layout, engine)
         if source is not None:
