@@ -42,8 +42,8 @@ READERS = {
     "fsdp_diffusers_engine.adapters:draw_initial": "model.lora_seed",
     "fsdp_diffusers_engine.adapters:resolve_targets": "model.target_modules model.exclude_modules",
     f"{ENGINE}.initialize": "model.enable_gradient_checkpointing model.lora_adapter_path model.lora_dtype "
-    "actor.fsdp_config.model_dtype actor.fsdp_config.param_offload actor.fsdp_config.optimizer_offload actor.fsdp_config.use_torch_compile "
-    "actor.fsdp_config.full_determinism",
+    "actor.fsdp_config.model_dtype actor.fsdp_config.param_offload actor.fsdp_config.optimizer_offload "
+    "actor.fsdp_config.use_torch_compile actor.fsdp_config.full_determinism",
     f"{ENGINE}._state_names": "model.policy_state_adapters",
     "fsdp_diffusers_engine.sharding:blocks_of": "model.fsdp_layer_prefixes",
     f"{WORKER}.train_mini_batch": "actor.ppo_mini_batch_size actor.ppo_epochs actor.data_loader_seed",
