@@ -94,6 +94,9 @@ HEADERS = [
     {"config": json.dumps({"network": {"type": "lora", "linear": 16, "linear_alpha": 8}})},
     {"lora_adapter_metadata": json.dumps({"r": 16, "target_modules": ["to_q"]})},  # PEFT's default alpha is 8
     {"lora_alpha": "2", "r": "16", "use_rslora": "True"},
+    {"training_config": json.dumps({"model": {"lora_alpha": 8}, "optimizer": {"alpha": 0.9}})},
+    {"peft_config": json.dumps({"default": CONFIG})},
+    {"alpha": "8", "notes": "[" * 100_000},  # deeper than JSON can be read
 ]
 
 
@@ -269,9 +272,19 @@ def test_an_adapter_config_of_another_kind_is_refused(change, words, tmp_path, c
     refused(capsys, folder(tmp_path, {**CONFIG, **change}), "adapter_config.json", *words)
 
 
-@pytest.mark.parametrize("text", [json.dumps(CONFIG).encode()[:40], b"", b"\xff\xfe\x00", b"[1]", b"null", b"<html>"])
+@pytest.mark.parametrize(
+    "text", [json.dumps(CONFIG).encode()[:40], b"", b"\xff\xfe\x00", b"[1]", b"null", b"[" * 100_000]
+)
 def test_an_adapter_config_that_cannot_be_read(text, tmp_path, capsys):
     refused(capsys, folder(tmp_path, text), "adapter_config.json", "copy it again")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [(b"version https://git-lfs.github.com/spec/v1\n", "git-LFS pointer"), (b"<html><body>", "HTML page")],
+)
+def test_an_adapter_config_that_is_something_else(text, kind, tmp_path, capsys):
+    refused(capsys, folder(tmp_path, text), "adapter_config.json is no JSON", kind)
 
 
 # Keys ----------------------------------------------------------------------------------------------------------------
@@ -303,6 +316,11 @@ DOWN_UP = (".lora_down.weight", ".lora_up.weight")
         ("lora_transformer_", flat, DOWN_UP),
         ("lycoris_", flat, DOWN_UP),
         ("lycoris_", flat, (A, B)),
+        ("policy.", str, (A, B)),  # what other programs call their model
+        ("model.transformer.", str, DOWN_UP),
+        ("pipeline.transformer.", str, (A, B)),
+        ("net.", str, (".lora_a.weight", ".lora_b.weight")),
+        ("", str, (".lora_A", ".lora_B")),
     ],
 )
 def test_every_key_style_is_read(prefix, form, sides, tmp_path):
@@ -372,6 +390,9 @@ def test_xlabs_flux_is_read_as_stock_diffusers_reads_it(tmp_path):
         ("base_model.model.transformer.", "base_model.model.transformer_2."),
         ("transformer.base_model.model.", "transformer_2.base_model.model."),
         ("module.transformer._orig_mod.", "module.transformer_2._orig_mod."),
+        ("high_noise_model.", "low_noise_model."),
+        ("diffusion_model.", "diffusion_model_2."),
+        ("pipe.dit.", "pipe.dit2."),
     ],
 )
 @pytest.mark.parametrize("layer", ["blocks.0.attn1.to_q", "blocks.0.self_attn.q"])
@@ -409,6 +430,10 @@ KINDS = [
     ({"transformer_blocks.0.attn.to_q.lora_B.bias": 1}, "bias"),
     ({"transformer_blocks.0.attn.to_q.lora_up.bias": 1}, "bias"),
     ({"base_model.model.transformer_blocks.0.attn.to_q.base_layer.bias": 1}, "bias"),
+    ({"base_model.model.transformer_blocks.0.attn.to_q.lora_E": 1}, "AdaLoRA"),
+    ({"transformer_blocks.0.attn.to_q.glora_a1.weight": 1}, "GLoRA"),
+    ({"base_model.model.transformer_blocks.0.attn.to_q.hra_u.default": 1}, "another kind of adapter"),
+    ({"transformer_blocks.0.attn.to_q.lora_A.weight_scale": 1}, "quantised"),
     ({"transformer_blocks.0.attn.to_q.weight": 1}, "no LoRA tensor"),
 ]
 
@@ -419,7 +444,7 @@ def test_other_kinds_are_named(extra, kind, tmp_path, capsys):
     for tensors in (extra, {**lora(), **extra}):
         file = write(tmp_path / "a.safetensors", {key: torch.ones(2, 2) for key in tensors})
         text = refused(capsys, file, kind, next(iter(extra)))
-        assert kind in ("bias", "embedding", "no LoRA tensor") or "save_as_lora" in text
+        assert kind in ("bias", "embedding", "quantised", "no LoRA tensor") or "save_as_lora" in text
 
 
 @pytest.mark.parametrize(
@@ -434,6 +459,8 @@ def test_other_kinds_are_named(extra, kind, tmp_path, capsys):
         "lora_te3_encoder_block_0_layer_0_SelfAttention_k",
         "clip_l.text_model.encoder.layers.0.self_attn.q_proj",
         "t5.encoder.block.0.layer.0.SelfAttention.q",
+        "qwen2_5_vl.model.layers.0.self_attn.q_proj",
+        "lora_llama_model_layers_0_self_attn_q_proj",
     ],
 )
 def test_a_text_encoder_is_named_and_may_be_left_out(key, tmp_path, capsys):
@@ -559,6 +586,8 @@ def test_a_layer_or_half_too_few_or_too_many(tmp_path, capsys):
         "", LAYERS, ".lora_A.two.weight", ".lora_B.two.weight"
     )
     refused(capsys, write(tmp_path / "a.safetensors", two), "2 adapters", "'one', 'two'")
+    other = lora() | {"transformer." + LAYERS[0] + B: torch.ones(WIDTH, RANK // 2)}
+    refused(capsys, write(tmp_path / "a.safetensors", other, {"alpha": "8"}), "do not share a rank")
 
 
 # Files that are something else ---------------------------------------------------------------------------------------
@@ -574,6 +603,8 @@ def pickled(**options) -> bytes:
     ("data", "words"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 12\n", ("git-LFS pointer", "git lfs pull")),
+        (b"\xef\xbb\xbfversion https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 12\n", ("git-LFS pointer",)),
+        ((200_000).to_bytes(8, "little") + b"[" * 200_000, ("header cannot be read",)),
         (b"<!DOCTYPE html><html><body>Sign in</body></html>", ("HTML page",)),
         (b"\n  <html lang=en>" + b" " * 600, ("HTML page",)),
         (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", ("XML text",)),

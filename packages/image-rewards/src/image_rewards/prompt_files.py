@@ -35,6 +35,17 @@ _MARKS = (  # the longer ones first: UTF-32's begins with UTF-16's
     (codecs.BOM_UTF16_BE, "utf-16"),
     (codecs.BOM_UTF8, "utf-8-sig"),
 )
+_PACKED = {
+    b"\x1f\x8b": "gzip data",
+    b"PK\x03\x04": "a zip archive or an Excel file",
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"\x28\xb5\x2f\xfd": "zstd data",
+    b"\x89PNG": "a PNG picture",
+    b"\xff\xd8\xff": "a JPEG picture",
+    b"%PDF": "a PDF",
+}
+_NEGATIVE = ("negative", "neg_prompt", "neg", "uncond")  # what others call a negative prompt
 
 
 @dataclass(frozen=True)
@@ -136,6 +147,9 @@ def text_of(file: Path) -> str:
         raise PromptFileError(f"{file} is a git-LFS pointer, not the file itself; fetch it with `git lfs pull`")
     if data.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
         raise PromptFileError(f"{file} is an HTML page, not a prompt file; download the raw file")
+    packed = next((name for magic, name in _PACKED.items() if data.startswith(magic)), None)
+    if packed:
+        raise PromptFileError(f"{file} is {packed}, not text; unpack or convert it into one of {', '.join(SUFFIXES)}")
     encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
     try:
         text = data.decode(encoding)
@@ -285,7 +299,8 @@ def _row(file: Path, unit: str, number: int, value: Any) -> PromptRow:
     if not isinstance(metadata, dict):
         raise PromptFileError(f'{where}: "metadata" must be an object, got {metadata!r:.80}')
     for key, other in given.items():
-        if difflib.SequenceMatcher(None, str(key).lower(), "negative_prompt").ratio() > 0.85:
+        known = str(key).lower()
+        if known in _NEGATIVE or difflib.SequenceMatcher(None, known, "negative_prompt").ratio() > 0.85:
             raise PromptFileError(f'{where}: the field {key!r} looks like "negative_prompt"; write it so')
         if key in metadata and metadata[key] != other:
             raise PromptFileError(f"{where}: {key!r} stands both beside and in the metadata, with two values; keep one")

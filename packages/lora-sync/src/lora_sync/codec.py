@@ -164,7 +164,7 @@ def parse_header(text: bytes, origin: str = "payload") -> tuple[list[Entry], dic
         entries = [Entry(n, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for n, e in header.items()]
         entries.sort(key=lambda entry: (entry.first, entry.last))
         problem = _layout_problem(entries)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptPayloadError(f"{origin}: the header cannot be read ({error}); send or copy it again.") from error
     if problem:
         raise CorruptPayloadError(f"{origin}: {problem}; send or copy it again.")
@@ -180,7 +180,7 @@ def views(data: Tensor, entries: Iterable[Entry], origin: str = "payload") -> di
             f"{origin}: {need} bytes of data expected, {data.numel()} found; send or copy it again."
         )
     if data.numel() > need:
-        raise CorruptPayloadError(f"{origin}: {data.numel() - need} bytes of data too many.")
+        raise CorruptPayloadError(f"{origin}: {data.numel() - need} bytes of data too many; send or copy it again.")
     return {e.name: _view(data[e.first : e.last], _DTYPES[e.dtype], e.shape) for e in entries}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+
 _COPY = "download the file itself"
 _MAGIC = (
     (b"version https://git-lfs.github.com", "a git-LFS pointer, not the file it stands for; run git lfs pull"),
@@ -29,6 +31,7 @@ def what_is(head: bytes, size: int) -> str | None:
         return f"empty (0 bytes); {_COPY} again"
     if size <= 8 or head[8:9] == b"{":  # eight bytes of length, then a JSON header
         return None
+    head = head.removeprefix(codecs.BOM_UTF8)
     for magic, name in _MAGIC:
         if head.startswith(magic):
             return name

@@ -17,14 +17,22 @@ from .experts import EXPERTS
 from .layers import WRAPPER_SEGMENTS
 
 _PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "module.", "pipe.", "dit.")
+_SECOND = {  # the two experts of Wan2.2 under other tools' names
+    "high_noise_model.": EXPERTS[0],
+    "high_noise.": EXPERTS[0],
+    "low_noise_model.": EXPERTS[1],
+    "low_noise.": EXPERTS[1],
+    "dit2.": EXPERTS[1],
+    "diffusion_model_2.": EXPERTS[1],
+}
 _FLAT_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_")
 _TENSOR = re.compile(
-    r"(?P<layer>.+?)\.(?:lora(?:_linear_layer)?[._](?P<side>A|B|down|up)(?:\.(?P<adapter>[^.]+))?\.weight|(?P<alpha>(?:lora_|network_)?alpha))"
+    r"(?P<layer>.+?)\.(?:lora(?:_linear_layer)?[._](?P<side>[ABab]|down|up)(?:\.weight|\.(?P<adapter>[^.]+)\.weight)?|(?P<alpha>(?:lora_|network_)?alpha))"
     r"|(?P<xlabs>.+\.processor\.\w+_lora\d?)\.(?P<way>down|up)\.weight"
 )
 _TEXT_ENCODER = re.compile(
     r"(text_encoders?(_\d)?\.|text_model\.|cond_stage_model\.|conditioner\.|clip_[lgh]\.|t5(xxl)?\.|te\d?\.|bundle_emb\."
-    r"|lora_te\d?_|lora_prior_te_|lycoris_(text_model|te\d?)_)"
+    r"|(qwen\w*|mllm|llm|llama\w*|gemma\w*|u?mt5\w*)\.|lora_(te\d?|prior_te|llm|llama)_|lycoris_(text_model|te\d?)_)"
 )
 _EXTRACT = (
     "make a plain LoRA of it first (peft.save_as_lora for PEFT's own adapters; else merge it into the base model and extract "
@@ -36,7 +44,18 @@ _KINDS = (
     (r"[._](dora_scale|lora_magnitude_vector)", "DoRA", _EXTRACT),
     (r"[._](oft|boft)_", "OFT", _EXTRACT),
     (r"\.lora_mid\b", "LoCon with a Tucker core (lora_mid)", _EXTRACT),
-    (r"\.(a1|a2|b1|b2|bm1|bm2)\.weight", "GLoRA", _EXTRACT),
+    (r"\.(a1|a2|b1|b2|bm1|bm2)\.weight|[._]glora_", "GLoRA", _EXTRACT),
+    (r"\.(lora_E|ranknum)\b", "AdaLoRA", _EXTRACT),
+    (
+        r"\.lora_\w+(\.\w+)?\.(weight_scale|scale_weight|qweight|qzeros|absmax|quant_\w+)",
+        "a quantised LoRA",
+        "save it in 16 or 32 bits",
+    ),
+    (
+        r"[._](hra_u|randlora_|fourierft_|delora_|road_|shira_|vblora_|c3a_|bone_|miss_|waveft_|psoft_|osf_)",
+        "another kind of adapter",
+        _EXTRACT,
+    ),
     (r"[._]vera_", "VeRA", _EXTRACT),
     (r"[._]ia3_|\.on_input", "IA3", _EXTRACT),
     (r"\.lora_embedding_", "an embedding LoRA", "train without embeddings in target_modules"),
@@ -91,7 +110,11 @@ def layers_of_file(tensors: Mapping[str, Tensor], origin: str) -> list[Layer]:
         raw = match["layer"] or match["xlabs"]
         if raw not in layers:
             layers[raw] = Layer(raw, *_bare(raw))
-        side = "alpha" if match["alpha"] else {"A": "down", "B": "up"}.get(match["side"], match["side"]) or match["way"]
+        side = (
+            "alpha"
+            if match["alpha"]
+            else {"a": "down", "b": "up"}.get((match["side"] or "").lower(), match["side"]) or match["way"]
+        )
         if match["side"]:
             adapters.add(match["adapter"] or "")
         if getattr(layers[raw], side) is not None and len(adapters) == 1:
@@ -144,10 +167,10 @@ def _without_prefixes(name: str) -> tuple[str, str]:
     """(expert or "", name without prefixes)."""
     name, expert = ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS), ""
     while True:
-        for prefix in (*_PREFIXES, *(f"{expert}." for expert in EXPERTS)):
+        for prefix in (*_PREFIXES, *_SECOND, *(f"{expert}." for expert in EXPERTS)):
             if name.startswith(prefix):
                 name = name.removeprefix(prefix)
-                expert = prefix[:-1] if prefix[:-1] in EXPERTS else expert
+                expert = _SECOND.get(prefix, prefix[:-1] if prefix[:-1] in EXPERTS else expert)
                 break
         else:
             return expert, name

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,15 @@ def _find(source: Path) -> tuple[Path, Path | None]:
         pickles = sorted(
             file.name for extension in ("bin", "pt", "pth", "ckpt") for file in source.glob(f"*.{extension}")
         )
-        hint = f"; {pickles[0]} is a pickle, save its tensors with safetensors" if pickles and not files else ""
+        if not files:
+            hint = (
+                f"{pickles[0]} is a pickle, save its tensors with safetensors"
+                if pickles
+                else "give the folder that holds one"
+            )
+            raise PayloadError(f"{source} holds 0 safetensors files; {hint}.")
         raise PayloadError(
-            f"{source} holds {len(files)} safetensors files {[file.name for file in files[:4]]!r}; name the one to read{hint}."
+            f"{source} holds {len(files)} safetensors files {[file.name for file in files[:4]]!r}; name the one to read."
         )
     return files[0], config
 
@@ -153,13 +160,16 @@ def _foreign(
         _say_guess(file, guessed, len(layers), strict)
     found = next(iter(settings.values())).target_modules if len(settings) == 1 else None
     fits = found and all(any(name == t or name.endswith("." + t) for t in found) for name in alphas)
-    payload = LoRAPayload.build(
-        neutral,
-        alphas=alphas,
-        version=note.get("version", 0),
-        target_modules=found if fits else None,
-        base_fingerprint=note.get("base_fingerprint"),
-    )
+    try:
+        payload = LoRAPayload.build(
+            neutral,
+            alphas=alphas,
+            version=note.get("version", 0),
+            target_modules=found if fits else None,
+            base_fingerprint=note.get("base_fingerprint"),
+        )
+    except PayloadError as error:
+        raise PayloadError(f"{file}: {error}") from error
     return payload, format
 
 
@@ -178,10 +188,14 @@ def _map_for(layers: list[Layer], architecture: str | None, file: str) -> NameMa
         if flat := [layer.raw for layer in layers if layer.flat]:
             raise NameMapError(f"{file}: {flat[0]!r} has underscores for dots, which only a name map can read.")
         return None
-    unknown = {
-        entry.name: [layer.raw for layer in layers if not entry.find(layer.name, flat=layer.flat)] for entry in MAPS
-    }
     wanted = get_map(architecture) if architecture else None
+    unknown = _unknown(layers)
+    if all(unknown.values()):
+        for names in _shorter([layer.name for layer in layers]):
+            shorter = [replace(layer, name=name) for layer, name in zip(layers, names, strict=True)]
+            if not all(_unknown(shorter).values()):
+                layers[:], unknown = shorter, _unknown(shorter)
+                break
     fitting = [entry for entry in MAPS if not unknown[entry.name]]
     if wanted is None and fitting:
         return fitting[0]
@@ -197,6 +211,22 @@ def _map_for(layers: list[Layer], architecture: str | None, file: str) -> NameMa
             f"no architecture's rules know all layers; known: {', '.join(unknown)} (architecture='any' keeps the names)"
         )
     raise NameMapError(f"{file}: {odd}: {remedy}.")
+
+
+def _unknown(layers: list[Layer]) -> dict[str, list[str]]:
+    """Of each map, the layers that its rules do not know."""
+    return {
+        entry.name: [layer.raw for layer in layers if not entry.find(layer.name, flat=layer.flat)] for entry in MAPS
+    }
+
+
+def _shorter(names: list[str]) -> Iterator[list[str]]:
+    """The names without the first words that all share: what a program called its model, such as ``policy.`` or ``model.``."""
+    while len({name.partition(".")[0] for name in names}) == 1 and names[0].partition(".")[0].isidentifier():
+        names = [name.partition(".")[2] for name in names]
+        if not all(names):
+            return
+        yield names
 
 
 def _settings(layers: list[Layer], metadata: Mapping[str, str], config: Path | None, file: str) -> dict[str, Settings]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from .errors import PayloadError
 from .experts import EXPERTS
+from .foreign import what_is
 
 _PEFT_ALPHA = 8.0  # LoraConfig's default
 _ALPHA_KEYS = (
@@ -46,6 +47,20 @@ _OTHER_KINDS = {
     "modules_to_save": "a LoRA with whole modules beside it",
     "trainable_token_indices": "a LoRA with trained tokens",
 }
+_SECTIONS = (  # of a header that may say alpha; any other may be a text encoder's, or an optimizer's with an alpha of its own
+    *(
+        "lora",
+        "network",
+        "adapter",
+        "peft",
+        "default",
+        "lora_config",
+        "network_config",
+        "adapter_config",
+        "peft_config",
+    ),
+    *("model", "config", "training", "training_config", "transformer_lora"),
+)
 _BASE_CHANGING = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
@@ -86,12 +101,15 @@ def pattern_value(patterns: Mapping[str, float], names: Sequence[str], default: 
 
 def config_settings(file: Path) -> dict[str, Settings]:
     """From an ``adapter_config.json``. Raises ``PayloadError`` when it cannot be read or is no plain LoRA's."""
+    data = file.read_bytes()
     try:
-        config = json.loads(file.read_bytes())  # from bytes: with or without byte order mark, UTF-8, 16 or 32
-    except ValueError as error:
-        raise PayloadError(f"{file} is no whole JSON ({error}); copy it again.") from error
+        config = json.loads(data)  # from bytes: with or without byte order mark, UTF-8, 16 or 32
+    except (ValueError, RecursionError) as error:
+        kind = None if data[:1] in b"{[" else what_is(data[:512], len(data))
+        problem = f"no JSON but {kind}" if kind else f"no whole JSON ({error}); copy it again"
+        raise PayloadError(f"{file} is {problem}.") from error
     if not isinstance(config, dict):
-        raise PayloadError(f"{file} holds {type(config).__name__}, not the settings of an adapter; copy it again.")
+        raise PayloadError(f"{file} holds {json.dumps(config)[:40]}, not the settings of an adapter; copy it again.")
     return {"": _settings({key.lower(): value for key, value in config.items()}, str(file), peft=True)}
 
 
@@ -120,7 +138,7 @@ def number(value: Any, what: str) -> float:
     except (TypeError, ValueError):
         raise PayloadError(f"{what} is {value!r}; it must be a number.") from None
     if not math.isfinite(result) or result < 0:
-        raise PayloadError(f"{what} is {value!r}; it must be a finite number above 0.")
+        raise PayloadError(f"{what} is {value!r}; it must be a finite number, 0 or above.")
     return result
 
 
@@ -186,7 +204,7 @@ def _groups(metadata: Mapping[str, str]) -> Iterator[tuple[str, str, dict[str, A
     for key, text in metadata.items():
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             yield from ((f" {key}", group, values) for group, values in _by_expert(value).items())
@@ -197,9 +215,9 @@ def _by_expert(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for key, value in values.items():
         head, _, rest = key.rpartition(".")
         head = head.lower()
-        if isinstance(value, Mapping) and not head and key in (*EXPERTS, "lora", "network", "adapter", "peft"):
+        if isinstance(value, Mapping) and not head and key in (*EXPERTS, *_SECTIONS):
             for group, inner in _by_expert(value).items():
                 groups.setdefault(key if key in EXPERTS else group, {}).update(inner)
-        elif head in ("", *EXPERTS, "lora", "network", "adapter", "peft"):  # others are parts such as text_encoder
+        elif head in ("", *EXPERTS, *_SECTIONS):  # others are parts such as text_encoder
             groups.setdefault(head if head in EXPERTS else "", {})[rest.lower().replace("-", "_")] = value
     return groups
