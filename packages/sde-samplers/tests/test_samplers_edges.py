@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import sde_samplers as ss
 import torch
+from sde_samplers.fast import chunks
 
 
 def tensors(shape: tuple[int, ...] = (2, 4, 4, 4), seed: int = 0) -> list[torch.Tensor]:
@@ -183,20 +184,39 @@ def test_storage_dtype_rounds_before_scoring() -> None:
     assert not torch.equal(unrounded.log_prob, drawn.log_prob)
 
 
-def test_large_samples_go_through_in_chunks() -> None:
-    """More elements than one cache chunk, in whole rows and in pieces of a row, with a remainder."""
-    from sde_samplers import plain
+WHOLE_ROWS, PIECES_OF_A_ROW = (5, chunks.CPU_CHUNK // 2 - 3), (2, chunks.CPU_CHUNK * 2 + 7)
 
-    for shape in ((5, plain.CPU_CHUNK // 2 - 3), (2, plain.CPU_CHUNK * 2 + 7)):
-        x, v, z = tensors(shape)
-        sigma = torch.linspace(0.9, 0.8, shape[0])
-        step = ss.sde_step(x, v, sigma, 0.7, kind="flow_sde", noise_level=0.5, noise=z)
-        exact = ss.gaussian_log_prob(step.prev_sample.double(), step.mean.double(), step.std)
-        torch.testing.assert_close(step.log_prob, exact.float(), rtol=1e-6, atol=1e-6)
-        a, b, s = ss.step_coefficients("flow_sde", sigma, 0.7, 0.5)
-        mean = x * a.float()[:, None] + v * b.float()[:, None]
-        assert torch.equal(step.mean, mean)
-        assert torch.equal(step.prev_sample, mean + z * s.float()[:, None])
+
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("mode", ["draw", "score", "ode"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [WHOLE_ROWS, PIECES_OF_A_ROW])
+def test_chunks_are_the_reference(
+    shape: tuple[int, int], dtype: torch.dtype, mode: str, per_sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More elements than one cache chunk, with a remainder: the same sample, mean, log-prob and gradients."""
+    taken: list[str] = []
+    step_of_chunks = chunks.step
+    monkeypatch.setattr(chunks, "step", lambda *a, **k: taken.append("chunks") or step_of_chunks(*a, **k))
+    x, v, z = tensors(shape)
+    given: dict[str, Any] = {"noise": z} if mode == "draw" else {"prev_sample": z} if mode == "score" else {}
+    sigma = torch.linspace(0.9, 0.8, shape[0]) if per_sample else 0.9
+    results = []
+    for fused in (None, False):
+        leaves = [t.to(dtype).requires_grad_() for t in (x, v)]
+        kind: ss.Kind = "ode" if mode == "ode" else "flow_sde"
+        step = ss.sde_step(*leaves, sigma, 0.7, kind=kind, noise_level=0.5, fused=fused, **given)
+        loss = 1e-3 * step.mean.square().sum() + (0 if step.log_prob is None else step.log_prob.sum())
+        results.append((step, torch.autograd.grad(loss, leaves)))
+    assert taken == ["chunks"]
+    (fast, fast_grads), (plain, plain_grads) = results
+    assert torch.equal(fast.prev_sample, plain.prev_sample)
+    assert torch.equal(fast.mean, plain.mean)
+    assert torch.equal(fast.std, plain.std)
+    if mode != "ode":
+        torch.testing.assert_close(fast.log_prob, plain.log_prob, rtol=1e-6, atol=1e-6)
+    for ours, theirs in zip(fast_grads, plain_grads, strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < (1e-6 if dtype == torch.float32 else 5e-3)
 
 
 def test_strided_inputs_are_read_right() -> None:
@@ -225,7 +245,7 @@ def test_prev_sample_is_detached_and_inputs_are_left_alone() -> None:
 
 
 def test_late_mean_refuses_changed_inputs_and_keeps_the_grad_mode() -> None:
-    x, v, z = tensors()
+    x, v, z = tensors(WHOLE_ROWS)
     step = ss.sde_step(x, v, 0.8, 0.5, kind="flow_sde", noise_level=0.7, noise=z)
     x.add_(1)
     with pytest.raises(ss.SamplerError, match="in place"):

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import sde_samplers as ss
 import torch
-from sde_samplers import kernels
+from sde_samplers.fast import kernels
 from sde_samplers.logprob import log_prob_terms
-from sde_samplers.plain import plain_mean, plain_step
+from sde_samplers.steps import reference_step
 
 pytest.importorskip("triton")
 ON_GPU = torch.cuda.is_available()
@@ -53,10 +53,6 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype, per_sample: bool, kind: s
     return x.to(dtype).requires_grad_(), v.to(dtype).requires_grad_(), z, coefficients
 
 
-def on_device(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(v.to(DEVICE) if isinstance(v, torch.Tensor) else v for v in values)
-
-
 @runs_kernels
 @pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("mode", ["draw", "score"])
@@ -69,25 +65,26 @@ def on_device(values: tuple[Any, ...]) -> tuple[Any, ...]:
         ((1, 1), "dance_sde", "density"),
     ],
 )
-def test_fused_is_plain(shape: Any, kind: ss.Kind, form: ss.LogProbForm, mode: str, per_sample: bool) -> None:
+def test_fused_is_the_reference(shape: Any, kind: ss.Kind, form: ss.LogProbForm, mode: str, per_sample: bool) -> None:
     x, v, z, coefficients = inputs(shape, torch.float32, per_sample, kind)
     terms = log_prob_terms(coefficients.std, x[0].numel(), form)
     noise, target = (z, None) if mode == "draw" else (None, z)
     prev, log_prob, std = kernels.fused_step(x, v, noise, target, coefficients, terms)
-    there = ss.StepCoefficients(*on_device(coefficients))
-    expected_prev, expected = plain_step(x, v, noise, target, there, on_device(terms))
+    expected_prev, expected_mean, expected_std, expected = reference_step(
+        x, v, coefficients, noise=noise, prev_sample=target, form=form
+    )
     assert torch.equal(prev, expected_prev)
     torch.testing.assert_close(log_prob, expected, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(std, torch.as_tensor(there.std, device=DEVICE).float().expand(shape[0]), rtol=0, atol=0)
+    torch.testing.assert_close(std, expected_std, rtol=0, atol=0)
     assert not prev.requires_grad
     assert not std.requires_grad
     weights = torch.linspace(1, 2, shape[0], device=DEVICE)
     fused_grads = torch.autograd.grad((log_prob * weights).sum(), (x, v))
-    plain_grads = torch.autograd.grad((expected * weights).sum(), (x, v))
-    for ours, theirs in zip(fused_grads, plain_grads, strict=True):
+    reference_grads = torch.autograd.grad((expected * weights).sum(), (x, v), retain_graph=True)
+    for ours, theirs in zip(fused_grads, reference_grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
-    mean, expected_mean = kernels.fused_mean(x, v, coefficients), plain_mean(x, v, there)
+    mean = kernels.fused_mean(x, v, coefficients)
     assert torch.equal(mean, expected_mean)
     for ours, theirs in zip(
         torch.autograd.grad(mean.square().sum(), (x, v)),
@@ -103,7 +100,8 @@ def test_low_precision_inputs_are_computed_in_fp32(dtype: torch.dtype) -> None:
     x, v, z, coefficients = inputs((2, 6, 50), dtype, True, "flow_sde")
     terms = log_prob_terms(coefficients.std, 300, "density")
     prev, log_prob, _ = kernels.fused_step(x, v, z, None, coefficients, terms)
-    expected_prev, expected = plain_step(x, v, z, None, ss.StepCoefficients(*on_device(coefficients)), on_device(terms))
+    step = reference_step(x, v, coefficients, noise=z, prev_sample=None, form="density")
+    expected_prev, expected = step.prev_sample, step.log_prob
     assert prev.dtype == torch.float32
     assert torch.equal(prev, expected_prev)
     torch.testing.assert_close(log_prob, expected, rtol=2e-6, atol=2e-6)

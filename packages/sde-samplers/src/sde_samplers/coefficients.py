@@ -143,6 +143,13 @@ def as_scalar(value: float | Tensor, name: str, batch: int | None = None) -> Sca
         raise SamplerError(f"{name}={value!r} must be a number or a tensor with one value per sample [B]") from None
 
 
+def for_each_sample(std: Scalar, sample: Tensor) -> Tensor:
+    """[B] fp32 on the device of `sample` [B, ...]."""
+    if isinstance(std, Tensor):
+        return std.to(device=sample.device, dtype=torch.float32).expand(sample.shape[0])
+    return torch.full((sample.shape[0],), std, dtype=torch.float32, device=sample.device)
+
+
 def _marginal_keeping(t: Scalar, h: Scalar, half_rate: Scalar, variance: Scalar) -> StepCoefficients:
     """`half_rate` is s²/(2t): it multiplies (x + (1-t) v), which is -t times the score."""
     return StepCoefficients(1 - h * half_rate, -h * (1 + half_rate * (1 - t)), _sqrt(variance * h))

@@ -1,4 +1,6 @@
-"""One denoising step and its log-probability: `sde_step`.
+"""One denoising step and its log-probability: `reference_step` is the formula, `sde_step` the same with its inputs checked.
+
+`fast/` computes the same numbers with less traffic to memory; tests hold the two equal.
 
 Source of the formulas: `coefficients.py`; of the log-prob forms: `logprob.py`. Where public trainers differ from the
 choices here (std per root of time, products in bf16, a density of zero-noise steps) the README says how and why.
@@ -6,17 +8,14 @@ choices here (std per root of time, products in bf16, a density of zero-noise st
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from . import kernels
-from .coefficients import Scalar, StepCoefficients, step_coefficients
+from . import fast
+from .coefficients import Scalar, StepCoefficients, for_each_sample, step_coefficients
 from .errors import NonFiniteError, SamplerError
 from .logprob import check_form, log_prob_terms
 from .noise import Generators, draw_noise
-from .plain import plain_mean, plain_step
 from .types import Kind, LogProbForm, SdeStep
 
 
@@ -55,7 +54,8 @@ def sde_step(
         log_prob_form: None for the kind's own, see `logprob.py`.
         storage_dtype: round a drawn x_u to this dtype before it is scored, so that a caller who stores latents in
             bf16 replays the same values (Flow-Factory). The result is still fp32.
-        fused: None picks the Triton kernel on CUDA where it wins, True demands it, False takes plain torch.
+        fused: None takes whatever of `fast/` suits the tensors (on CUDA the Triton kernel), True demands the kernel, False takes
+            `reference_step`.
         check_finite: raise NonFiniteError on NaN or inf. None means on the CPU only, since it waits for the device.
 
     Returns:
@@ -89,6 +89,41 @@ def sde_step(
     )
 
 
+def reference_step(
+    sample: Tensor,
+    velocity: Tensor,
+    coefficients: StepCoefficients,
+    *,
+    noise: Tensor | None,
+    prev_sample: Tensor | None,
+    form: LogProbForm | None,
+    storage_dtype: torch.dtype | None = None,
+) -> SdeStep:
+    """The step as its formula, in plain torch with the gradient of autograd. Arguments as in `take_step`.
+
+    mean = a x + b v        x_u = mean + S z        log p = mean over the elements of ln N(x_u; mean, S²)
+    """
+    a, b, std = coefficients
+    mean = _times(a, sample) + _times(b, velocity)
+    if prev_sample is not None:
+        x_u = prev_sample.to(torch.float32)
+    elif noise is not None:
+        x_u = mean + _times(std, noise)
+        x_u = x_u.to(storage_dtype or torch.float32).to(torch.float32)
+    else:
+        x_u = mean
+    x_u = x_u.detach()
+    total_std = for_each_sample(std, sample)
+    if form is None:
+        return SdeStep(x_u, mean, total_std, None)
+    distance = (x_u - mean).flatten(1)
+    offset, weight = log_prob_terms(
+        coefficients.std, distance.shape[1], form
+    )  # of the density: -ln S - ½ ln 2π, 1/(2 S² D)
+    squares = (distance * distance).sum(dim=1).double()
+    return SdeStep(x_u, mean, total_std, (_on(offset, squares) - _on(weight, squares) * squares).to(torch.float32))
+
+
 def take_step(
     sample: Tensor,
     velocity: Tensor,
@@ -105,41 +140,19 @@ def take_step(
 ) -> SdeStep:
     """A step from ready coefficients: what `sde_step`, the rollout (which mixes them per sample) and replay share.
 
-    `form=None` means that the step has no log-prob. Everything else as in `sde_step`.
+    With neither `noise` nor `prev_sample` x_u is the mean. `form=None` means that the step has no log-prob. Everything else as in
+    `sde_step`.
     """
-    batch = sample.shape[0]
-    elements = sample.numel() // batch
-    terms: tuple[Scalar, Scalar] = (0.0, 1.0) if form is None else log_prob_terms(coefficients.std, elements, form)
-    use_fused = _use_fused(fused, sample, velocity, noise, prev_sample)
-    if not use_fused:  # the fused path moves them as one table
-        coefficients = StepCoefficients(*(_on(value, sample.device) for value in coefficients))
-        terms = (_on(terms[0], sample.device), _on(terms[1], sample.device))
-    std: Tensor | None = None
-    log_prob: Tensor | None = None
-    compute_mean = kernels.fused_mean if use_fused else plain_mean
-    mean: Tensor | Callable[[], Tensor] = _late_mean(compute_mean, sample, velocity, coefficients)
-    if noise is None and prev_sample is None:
-        mean = compute_mean(sample, velocity, coefficients)
-        prev = mean.detach()
-    elif use_fused:
-        prev, log_prob, std = kernels.fused_step(
-            sample, velocity, noise, prev_sample, coefficients, terms, storage_dtype
-        )
-    else:
-        prev, log_prob = plain_step(sample, velocity, noise, prev_sample, coefficients, terms, storage_dtype)
-    if std is None:
-        total = coefficients.std
-        std = (
-            total.to(device=sample.device, dtype=torch.float32).expand(batch)
-            if isinstance(total, Tensor)
-            else torch.full((batch,), total, dtype=torch.float32, device=sample.device)
-        )
+    step_fn = fast.pick(fused, sample, velocity, noise, prev_sample) or reference_step
+    step = step_fn(
+        sample, velocity, coefficients, noise=noise, prev_sample=prev_sample, form=form, storage_dtype=storage_dtype
+    )
     if check_finite or (check_finite is None and sample.device.type == "cpu"):
         # The squared distance is NaN or inf as soon as one element of any input is, so [B] numbers tell.
-        evidence = prev.flatten(1).sum(dim=1) if log_prob is None else log_prob.detach()
+        evidence = step.prev_sample.flatten(1).sum(dim=1) if step.log_prob is None else step.log_prob.detach()
         if not bool(torch.isfinite(evidence).all()):
             raise non_finite(where, step_index, sample=sample, velocity=velocity, noise=noise, prev_sample=prev_sample)
-    return SdeStep(prev, mean, std, None if form is None else log_prob)
+    return step
 
 
 def check_tensors(sample: Tensor, velocity: Tensor, *others: Tensor | None) -> None:
@@ -186,46 +199,17 @@ def non_finite(where: str, step_index: int | None, **tensors: Tensor | None) -> 
     )
 
 
-def _use_fused(fused: bool | None, *tensors: Tensor | None) -> bool:
-    sample = tensors[0]
-    assert sample is not None
-    if fused is None:
-        return sample.is_cuda and kernels.why_unavailable(sample, *tensors[1:]) is None
-    if fused:
-        reason = kernels.why_unavailable(sample, *tensors[1:])
-        if reason is not None:
-            raise SamplerError(f"fused=True, but {reason}; pass fused=None to fall back to plain torch")
-    return fused
+def _times(factor: Scalar, latents: Tensor) -> Tensor:
+    """In fp32; `factor` is one number, or one per sample [B] that holds for all of its elements."""
+    if isinstance(factor, Tensor):
+        factor = factor.to(device=latents.device, dtype=torch.float32).reshape(-1, *([1] * (latents.ndim - 1)))
+    elif factor == 1.0:
+        return latents.to(torch.float32)
+    return latents.to(torch.float32) * factor
 
 
-def _late_mean(
-    compute: Callable[[Tensor, Tensor, StepCoefficients], Tensor],
-    sample: Tensor,
-    velocity: Tensor,
-    coefficients: StepCoefficients,
-) -> Callable[[], Tensor]:
-    """The mean on request, as if it had been computed now: the same inputs, the same grad mode."""
-    versions, with_grad = _versions(sample, velocity), torch.is_grad_enabled()
-
-    def mean() -> Tensor:
-        if versions != _versions(sample, velocity):
-            raise SamplerError(
-                "SdeStep.mean is first read after sample or velocity changed in place; read it before that"
-            )
-        with torch.set_grad_enabled(with_grad):
-            return compute(sample, velocity, coefficients)
-
-    return mean
-
-
-def _versions(sample: Tensor, velocity: Tensor) -> tuple[int, int] | None:
-    if sample.is_inference() or velocity.is_inference():
-        return None
-    return sample._version, velocity._version
-
-
-def _on(value: Scalar, device: torch.device) -> Scalar:
-    return value.to(device) if isinstance(value, Tensor) else value
+def _on(value: Scalar, like: Tensor) -> Scalar:
+    return value.to(like.device) if isinstance(value, Tensor) else value
 
 
 def _brief(value: float | Tensor) -> str:

@@ -4,8 +4,8 @@ Least traffic per element in fp32: drawing reads x, v and noise and writes the s
 the sample (12 bytes) and writes only [B] numbers; the backward pass reads the same three and writes the gradient of v.
 The mean is not among the outputs: `SdeStep.mean` computes it when something asks for it.
 
-`steps.take_step` decides between this and `plain.plain_step`; both follow the same formulas and agree within fp32
-rounding (the sample to the bit). The kernels themselves are in `triton_kernels.py`.
+It agrees with `steps.reference_step` within fp32 rounding (the sample to the bit). The kernels themselves are in
+`triton_kernels.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .coefficients import Scalar, StepCoefficients
+from ..coefficients import Scalar, StepCoefficients, for_each_sample
+from ..logprob import log_prob_terms
+from ..types import LogProbForm, SdeStep
+from .late import late_mean
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROUND_TO = {None: "none", torch.float32: "none", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -48,6 +51,28 @@ def why_unavailable(sample: Tensor, *others: Tensor | None) -> str | None:
     return None
 
 
+def step(
+    sample: Tensor,
+    velocity: Tensor,
+    coefficients: StepCoefficients,
+    *,
+    noise: Tensor | None,
+    prev_sample: Tensor | None,
+    form: LogProbForm | None,
+    storage_dtype: torch.dtype | None = None,
+) -> SdeStep:
+    """`steps.reference_step` on CUDA; the mean is computed when it is first read."""
+    if noise is None and prev_sample is None:
+        mean = fused_mean(sample, velocity, coefficients)
+        return SdeStep(mean.detach(), mean, for_each_sample(coefficients.std, sample), None)
+    terms: tuple[Scalar, Scalar] = (
+        (0.0, 1.0) if form is None else log_prob_terms(coefficients.std, sample[0].numel(), form)
+    )
+    prev, log_prob, std = fused_step(sample, velocity, noise, prev_sample, coefficients, terms, storage_dtype)
+    late = late_mean(fused_mean, sample, velocity, coefficients)
+    return SdeStep(prev, late, std, None if form is None else log_prob)
+
+
 class _Numbers(NamedTuple):
     """scale_x, scale_v, std, offset, weight: five floats for the batch, or a table [B, 5] fp32 on the device."""
 
@@ -66,7 +91,7 @@ class _Launch(NamedTuple):
 
 
 class _FusedStep(torch.autograd.Function):
-    """(sample, velocity) -> (prev_sample, log_prob, std); the twin of `plain._PlainStep`."""
+    """(sample, velocity) -> (prev_sample, log_prob, std); the twin of `chunks._ChunkedStep`."""
 
     @staticmethod
     def forward(

@@ -1,11 +1,9 @@
-"""The step in plain torch: `mean = a x + b v`, `x_u = mean + S z`, Σ (x_u - mean)² per sample, and its gradient.
+"""The step on a CPU, through the cache in chunks: a chunk of each input is loaded once, all operations run on it, and only the
+new sample is stored.
 
 Two choices make a replay reproduce a rollout to the bit. Every product and sum is its own rounded operation (no fused
 multiply-add, whose use depends on vector width and chunking), and one forward serves drawing and scoring, with or
 without gradient, so the order of the reduction is the same too.
-
-On a CPU the work goes through the cache in chunks: a chunk of each input is loaded once, all operations run on it, and
-only the new sample is stored. On other devices the whole batch is one chunk.
 """
 
 from __future__ import annotations
@@ -17,13 +15,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .coefficients import Scalar, StepCoefficients
+from ..coefficients import Scalar, StepCoefficients, for_each_sample
+from ..logprob import log_prob_terms
+from ..types import LogProbForm, SdeStep
+from .late import late_mean
 
 CPU_CHUNK = 1 << 17  # elements; the two buffers of a chunk are 1 MB and stay in the cache
 
 
-class _PlainStep(torch.autograd.Function):
-    """(sample, velocity) -> (prev_sample, log_prob); the twin of the fused kernel, formula by formula."""
+class _ChunkedStep(torch.autograd.Function):
+    """(sample, velocity) -> (prev_sample, log_prob); the twin of the kernel, formula by formula."""
 
     @staticmethod
     def forward(
@@ -53,7 +54,7 @@ class _PlainStep(torch.autograd.Function):
         sample, velocity, prev = ctx.saved_tensors
         scale_x, scale_v, _std = ctx.coefficients
         # d log_prob / d mean = 2 weight (x_u - mean)
-        distance = prev - plain_mean(sample, velocity, ctx.coefficients)
+        distance = prev - mean_of(sample, velocity, ctx.coefficients)
         grad_mean = distance.mul_(_rows(2 * ctx.weight * grad_log_prob.double(), prev))
         needs_sample, needs_velocity = ctx.needs_input_grad[:2]
         grad_sample = (grad_mean * _rows(scale_x, prev)).to(sample.dtype) if needs_sample else None
@@ -61,25 +62,32 @@ class _PlainStep(torch.autograd.Function):
         return grad_sample, grad_velocity, None, None, None, None, None
 
 
-def plain_step(
+def step(
     sample: Tensor,
     velocity: Tensor,
-    noise: Tensor | None,
-    target: Tensor | None,
     coefficients: StepCoefficients,
-    terms: tuple[Scalar, Scalar],
+    *,
+    noise: Tensor | None,
+    prev_sample: Tensor | None,
+    form: LogProbForm | None,
     storage_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(prev_sample [B, ...] fp32 detached, log_prob [B] fp32 with gradient), from exactly one of noise and target.
+) -> SdeStep:
+    """`steps.reference_step` on a CPU; the mean is computed when it is first read."""
+    coefficients = StepCoefficients(*(v.cpu() if isinstance(v, Tensor) else v for v in coefficients))
+    std = for_each_sample(coefficients.std, sample)
+    if noise is None and prev_sample is None:
+        mean = mean_of(sample, velocity, coefficients)
+        return SdeStep(mean.detach(), mean, std, None)
+    terms: tuple[Scalar, Scalar] = (
+        (0.0, 1.0) if form is None else log_prob_terms(coefficients.std, sample[0].numel(), form)
+    )
+    prev, log_prob = _ChunkedStep.apply(sample, velocity, noise, prev_sample, coefficients, terms, storage_dtype)
+    late = late_mean(mean_of, sample, velocity, coefficients)
+    return SdeStep(prev, late, std, None if form is None else log_prob)
 
-    `terms` are the offset and weight of `logprob.log_prob_terms`; coefficients and terms are numbers or float64 [B] on
-    the device of the tensors.
-    """
-    return _PlainStep.apply(sample, velocity, noise, target, coefficients, terms, storage_dtype)  # type: ignore[no-any-return]
 
-
-def plain_mean(sample: Tensor, velocity: Tensor, coefficients: StepCoefficients) -> Tensor:
-    """`scale_x * x + scale_v * v`, [B, ...] fp32, with gradient; the same bits as inside `plain_step`."""
+def mean_of(sample: Tensor, velocity: Tensor, coefficients: StepCoefficients) -> Tensor:
+    """`scale_x * x + scale_v * v`, [B, ...] fp32, with gradient; the same bits as inside the step."""
     scale_x, scale_v, _ = coefficients
     scaled = velocity.to(torch.float32) * _rows(scale_v, velocity)
     x = sample.to(torch.float32)
@@ -96,7 +104,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     batch = sample.shape[0]
     if noise is not None:
-        prev = torch.empty((batch, sample.numel() // batch), dtype=torch.float32, device=sample.device)
+        prev = torch.empty((batch, sample.numel() // batch), dtype=torch.float32)
         inputs = [sample, velocity, noise]
     else:
         assert target is not None
@@ -110,7 +118,7 @@ def _forward(
     for rows, p, *parts in _chunks(prev, *(t.reshape(batch, -1) for t in inputs)):
         x, v = parts[:2]
         if not buffers or buffers[0].shape != p.shape:
-            buffers = [torch.empty(p.shape, dtype=torch.float32, device=p.device) for _ in range(2)]
+            buffers = [torch.empty(p.shape, dtype=torch.float32) for _ in range(2)]
         mean, work = buffers
         a, b, s = (value[rows, None].float() if value.ndim else value for value in shared)
         _scaled(v, b, work)
@@ -134,10 +142,8 @@ def _scaled(source: Tensor, factor: Tensor, out: Tensor) -> Tensor:
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Any, ...]]:
     """(rows, part of each [B, D] tensor): groups of whole rows, or pieces of one row, in memory order."""
-    batch, elements = tensors[0].shape
-    if tensors[0].device.type != "cpu" or batch * elements <= CPU_CHUNK:
-        yield slice(0, batch), *tensors
-    elif elements <= CPU_CHUNK:
+    elements = tensors[0].shape[1]
+    if elements <= CPU_CHUNK:
         group = CPU_CHUNK // elements
         for number, parts in enumerate(zip(*(t.split(group) for t in tensors), strict=True)):
             yield slice(number * group, number * group + parts[0].shape[0]), *parts
