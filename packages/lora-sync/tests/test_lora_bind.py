@@ -36,17 +36,12 @@ def receiver(tools):
     return module
 
 
-def probe(module):
-    layer = next(m for m in module.modules() if hasattr(m, "lora_A"))
-    return lambda: layer(torch.ones(1, layer.in_features))
-
-
 @pytest.mark.parametrize("take", [False, True])
 def test_binding_into_an_existing_adapter(payload, receiver, take):
     old = extract_lora(receiver, version=0)
     parameters = list(receiver.parameters())
-    receipt = apply_lora(receiver, payload, take=take, probe=probe(receiver))
-    verify(payload, receipt, previous_version=4, probe_floor=1e-6)
+    receipt = apply_lora(receiver, payload, take=take)
+    verify(payload, receipt, previous_version=4)
     assert (receipt.version, receipt.modules_bound, receipt.tensors_bound, receipt.tensors_ignored) == (5, 8, 16, 0)
     assert receipt.hash == payload.hash == extract_lora(receiver, version=0).hash != old.hash
     assert all(a is b for a, b in zip(parameters, receiver.parameters(), strict=True))  # optimizers keep their grip
@@ -56,7 +51,7 @@ def test_binding_into_an_existing_adapter(payload, receiver, take):
 
 def test_binding_adds_the_adapter_when_it_is_missing(payload, tools):
     module = tools.base()
-    receipt = verify(payload, apply_lora(module, payload, "policy"), probe_floor=None)
+    receipt = verify(payload, apply_lora(module, payload, "policy"))
     assert receipt.modules_bound == 8
     assert extract_lora(module, "policy", version=0).hash == payload.hash
     assert not any(p.requires_grad for n, p in module.named_parameters() if "lora_" in n)
@@ -185,7 +180,7 @@ def test_a_receiver_that_drops_a_module_is_caught(payload):
 
 
 def test_verify_names_what_is_wrong(payload):
-    good = LoRAReceipt(5, payload.hash, 8, 16, probe_delta=0.0)
+    good = LoRAReceipt(5, payload.hash, 8, 16)
     with pytest.raises(StaleVersionError, match="stale adapter"):
         verify(payload, replace(good, version=4))
     for previous in (5, 6):
@@ -193,25 +188,56 @@ def test_verify_names_what_is_wrong(payload):
             verify(payload, good, previous_version=previous)
     with pytest.raises(CorruptPayloadError, match="receiver holds"):
         verify(payload, replace(good, hash="xxh3:00"))
-    with pytest.raises(BindError, match="does nothing"):
-        verify(payload, good, probe_floor=0.0)
-    with pytest.raises(BindError, match="None"):
-        verify(payload, replace(good, probe_delta=None), probe_floor=0.0)
-    with pytest.raises(BindError, match="nan"):
-        verify(payload, replace(good, probe_delta=float("nan")), probe_floor=0.0)
-    assert verify(payload, replace(good, probe_delta=1e-3), probe_floor=1e-4)
+    with pytest.raises(CorruptPayloadError, match="proves nothing"):
+        verify(payload, replace(good, hash=None))
+    counted = replace(good, hash=None, elements_equal=payload.numel)
+    assert verify(payload, counted) is counted
+    for equal in (0, payload.numel - 1, payload.numel + 1):
+        with pytest.raises(CorruptPayloadError, match=f"{payload.numel} elements were sent, {equal} of them"):
+            verify(payload, replace(counted, elements_equal=equal))
 
 
-def test_an_adapter_that_is_not_active_shows_in_the_probe(payload, tools):
-    module = tools.adapted(targets=("to_q", "to_out.0"), adapters=("default", "old"))
-    receipt = apply_lora(module, payload, "old", probe=probe(module))
-    assert receipt.probe_delta == 0.0
-    with pytest.raises(BindError, match="active adapter"):
-        verify(payload, receipt, probe_floor=0.0)
+@pytest.mark.parametrize("take", [False, True])
+def test_the_proof_is_read_from_the_module(payload, tools, monkeypatch, take):
+    """Whatever goes wrong between the payload and the module, the receipt is not a copy of the promise."""
+    from lora_sync import bind
+
+    def receiver(dtype=torch.float32):
+        module = tools.adapted(targets=("to_q", "to_out.0"), dtype=dtype)
+        tools.randomise(module, seed=77)
+        return module
+
+    def check(module, match):
+        unchanged(module, lambda: apply_lora(module, payload, take=take), CorruptPayloadError, match)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bind, "_set_alphas", lambda *args: None)
+        check(tools.adapted(targets=("to_q", "to_out.0"), alpha=1), "the module holds")
+    if not take:
+        with monkeypatch.context() as patch:
+            patch.setattr(bind, "copy_into", lambda target, source: None)
+            check(receiver(), "the module holds")
+            check(receiver(torch.bfloat16), "reads back different")
+    receipt = apply_lora(receiver(), payload, take=take)
+    assert (receipt.hash, receipt.elements_equal) == (payload.hash, None)
+    receipt = verify(payload, apply_lora(receiver(torch.bfloat16), payload, take=take))
+    assert (receipt.hash, receipt.elements_equal) == (None, payload.numel)  # in bfloat16 it has another hash
+    with pytest.raises(CorruptPayloadError, match="proves nothing"):
+        verify(payload, apply_lora(receiver(), payload, take=take, prove=False))
+
+
+def test_the_base_is_compared_at_the_first_sync(payload, receiver, monkeypatch):
+    from lora_sync import bind
+
+    calls = []
+    monkeypatch.setattr(bind, "check_base", lambda *args: calls.append(args))
+    for version in (5, 6, 7):
+        apply_lora(receiver, replace(payload, version=version))
+    assert calls == [(receiver, payload.base_fingerprint)]
 
 
 def test_receipts_travel_as_json(payload):
-    receipt = LoRAReceipt(5, payload.hash, 8, 16, 0, 0.5)
+    receipt = LoRAReceipt(5, None, 8, 16, 0, 96)
     assert LoRAReceipt.from_dict(receipt.to_dict()) == receipt
     with pytest.raises(LoRASyncError, match="not a receipt"):
         LoRAReceipt.from_dict({"version": 1})

@@ -59,6 +59,7 @@ class TrainingWorker:
         )
         self._ready = False
         self._spent: dict[str, float] = {}
+        self._base_fingerprint: str | None = None
 
     def _join(self) -> None:
         config, engine = self.config, self.config.actor.fsdp_config
@@ -131,14 +132,17 @@ class TrainingWorker:
         return spent
 
     def save_weights(self, name: str = "default", version: int | None = None) -> LoRAPayload:
-        """Weights for a sampler: the adapter ``name`` as a payload on the host, with version and hash. All ranks call it."""
-        from lora_sync import extract_lora
+        """Weights for a sampler: the adapter ``name`` as a payload on the host, with version, hash and the fingerprint of the
+        base (16 elements of each parameter, read at the first call: the base is frozen). All ranks call it."""
+        from lora_sync import extract_lora, fingerprint
 
         engine = self._engine
         if not engine.lora:
             raise EngineError("save_weights sends adapters, and lora_rank is 0; stream get_per_tensor_param instead")
         version = engine.optimizer_steps if version is None else version
-        return extract_lora(engine.module, name, version=version, device="cpu")
+        if self._base_fingerprint is None:
+            self._base_fingerprint = fingerprint(engine.module)
+        return extract_lora(engine.module, name, version=version, base_fingerprint=self._base_fingerprint, device="cpu")
 
     def save_state(self, path: str, global_step: int = 0) -> str:
         """Write a checkpoint; returns its folder."""

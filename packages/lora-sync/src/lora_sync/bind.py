@@ -7,31 +7,33 @@ Everything that can be wrong is found before the first write. The writes themsel
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .errors import BindError, CorruptPayloadError, MissingExtraError, StaleVersionError, WrongBaseError
-from .fingerprint import fingerprint
+from .errors import BindError, CorruptPayloadError, MissingExtraError, StaleVersionError
+from .fingerprint import check_base
 from .layers import (
     REFERENCE,
     adapter_names,
     adapter_parameters,
     copy_into,
+    full,
     is_lora_layer,
     is_sharded,
+    layer_alpha,
     layers_of,
     local,
-    local_slices,
     neutral_name,
     reshard,
 )
-from .payload import A, B, LoRAPayload, content_hash
+from .payload import A, B, LoRAPayload, content_hash, tensor_digest
 from .receipt import LoRAReceipt
 
 _RECORD = "_lora_sync_applied"
+Proof = tuple[str | None, int | None]
+"""Hash of what the module holds, number of equal elements: one of them."""
 
 
 def apply_lora(
@@ -42,21 +44,21 @@ def apply_lora(
     take: bool = False,
     prove: bool = True,
     allow_older: bool = False,
-    probe: Callable[[], Tensor] | None = None,
 ) -> LoRAReceipt:
     """Bind the payload to an adapter of the module; add the adapter when it is not there (needs peft).
 
     Args:
         take: give the payload's memory to the module instead of copying: no undo log, and the payload must not be used
             for anything else. Unsharded modules only. Default: copy, with the old values kept until all is bound.
-        prove: hash what the module holds afterwards (for sharded or converted tensors: compare element by element).
-            False trusts the memory, for callers whose transport just checked the hash.
+        prove: hash what the module holds afterwards (in another dtype: compare element by element), for the receipt. False
+            trusts the memory, for callers whose transport just checked the hash; `verify` refuses such a receipt.
         allow_older: accept a version that is not newer than the one in place (after a restart of the trainer).
-        probe: a forward whose output is compared before and after, for `LoRAReceipt.probe_delta`.
+
+    The base is compared with the payload's ``base_fingerprint`` when an adapter is bound for the first time.
 
     Raises ``BindError`` (names, shapes), ``StaleVersionError``, ``WrongBaseError``, ``CorruptPayloadError``, and
     ``PayloadError`` for a weight that is NaN; the module is then as it was before. Under FSDP2 every rank calls it with the
-    full payload; the receipt counts full tensors.
+    full payload; the receipt speaks of full tensors.
     """
     if adapter_name == REFERENCE:
         raise BindError(
@@ -64,12 +66,8 @@ def apply_lora(
         )
     _check_version(module, payload, adapter_name, allow_older)
     payload.check_finite(f"version {payload.version}")
-    if payload.base_fingerprint is not None and (found := fingerprint(module)) != payload.base_fingerprint:
-        raise WrongBaseError(
-            f"version {payload.version} was trained on {payload.base_fingerprint}, this {type(module).__name__} is {found}. "
-            "Load the base checkpoint that the trainer started from."
-        )
-    before = _probe(probe)
+    if applied_version(module, adapter_name) is None:
+        check_base(module, payload.base_fingerprint)
     added = adapter_name not in adapter_names(module)
     if added:
         _inject(module, payload, adapter_name)
@@ -77,18 +75,14 @@ def apply_lora(
     try:
         targets = adapter_parameters(module, adapter_name)
         _check_fit(targets, payload, adapter_name)
-        if prove and (take or not _readable(targets, payload)):
-            payload.check()
-        found_hash = (_take if take else _copy)(module, targets, payload, adapter_name, prove)
+        proof = (_take if take else _copy)(module, targets, payload, adapter_name, prove)
     except BaseException:
         if added:
             _remove(module, adapter_name)
         raise
     module.__dict__.setdefault(_RECORD, {})[adapter_name] = (payload.version, payload.hash)
-    after = _probe(probe)
-    delta = None if before is None or after is None else float((after - before).abs().max())
     bound = adapter_parameters(module, adapter_name)
-    return LoRAReceipt(payload.version, found_hash, len(layers_of(module, adapter_name)), len(bound), 0, delta)
+    return LoRAReceipt(payload.version, proof[0], len(layers_of(module, adapter_name)), len(bound), 0, proof[1])
 
 
 def applied_version(module: nn.Module, adapter_name: str = "default") -> tuple[int, str] | None:
@@ -125,14 +119,9 @@ def _check_fit(targets: dict[str, nn.Parameter], payload: LoRAPayload, adapter_n
         )
 
 
-def _readable(targets: dict[str, nn.Parameter], payload: LoRAPayload) -> bool:
-    """Whether the module's own tensors can be hashed and compared with the payload's hash."""
-    return all(not is_sharded(p) and p.dtype == payload.tensors[n].dtype for n, p in targets.items())
-
-
 def _copy(
     module: nn.Module, targets: dict[str, nn.Parameter], payload: LoRAPayload, adapter_name: str, prove: bool
-) -> str:
+) -> Proof:
     undo: list[tuple[Tensor, Tensor]] = []
     alphas = _alphas(module, adapter_name)
     try:
@@ -140,7 +129,7 @@ def _copy(
             undo.append((local(target), local(target).clone()))
             copy_into(target, payload.tensors[name])
         _set_alphas(module, adapter_name, {name: payload.alpha_of(name) for name in payload.modules})
-        return _prove(targets, payload) if prove else payload.hash
+        return _prove(module, targets, payload, adapter_name) if prove else (None, None)
     except BaseException:
         with torch.no_grad():
             for live, old in undo:
@@ -151,7 +140,7 @@ def _copy(
 
 def _take(
     module: nn.Module, targets: dict[str, nn.Parameter], payload: LoRAPayload, adapter_name: str, prove: bool
-) -> str:
+) -> Proof:
     if any(is_sharded(target) for target in targets.values()):
         raise BindError("take=True cannot give memory to a sharded module; leave it out to copy each rank's part.")
     staged = {name: payload.tensors[name].to(target.device, target.dtype) for name, target in targets.items()}
@@ -160,30 +149,36 @@ def _take(
         for name, target in targets.items():
             target.data = staged[name]
         _set_alphas(module, adapter_name, {name: payload.alpha_of(name) for name in payload.modules})
+        return _prove(module, targets, payload, adapter_name) if prove else (None, None)
     except BaseException:
         for name, target in targets.items():
             target.data = old[name]
         _set_alphas(module, adapter_name, alphas)
         raise
-    return payload.hash
 
 
-def _prove(targets: dict[str, nn.Parameter], payload: LoRAPayload) -> str:
-    if _readable(targets, payload):
-        found = content_hash(dict(targets), {name: payload.alpha_of(name) for name in payload.modules})
-        if found != payload.hash:
-            raise CorruptPayloadError(
-                f"version {payload.version}: the module holds {found} after binding, {payload.hash} was promised. The payload "
-                "changed after it was made (extract with copy=True), or a tensor was not written."
-            )
-        return found
-    for name, target in targets.items():
-        sent = payload.tensors[name][local_slices(target)].to(target.device, target.dtype)
-        if not torch.equal(local(target), sent):
-            raise CorruptPayloadError(
-                f"version {payload.version}: {name!r} reads back different from what was written."
-            )
-    return payload.hash
+def _prove(module: nn.Module, targets: dict[str, nn.Parameter], payload: LoRAPayload, adapter_name: str) -> Proof:
+    """Read the module: its hash; or, in another dtype, the number of elements that equal the payload's. A collective for
+    sharded modules. Raises ``CorruptPayloadError`` when the module does not hold what was sent."""
+    if any(target.dtype != payload.tensors[name].dtype for name, target in targets.items()):
+        payload.check()
+        for name, target in targets.items():
+            held = full(target)
+            if not torch.equal(held, payload.tensors[name].to(held.device, held.dtype)):
+                raise CorruptPayloadError(
+                    f"version {payload.version}: {name!r} reads back different from what was written."
+                )
+        return None, sum(target.numel() for target in targets.values())
+    cut = any(is_sharded(target) for target in targets.values())
+    digests = {name: tensor_digest(full(target)) for name, target in targets.items()} if cut else None
+    alphas = {name: layer_alpha(layer, adapter_name) for name, layer in layers_of(module, adapter_name).items()}
+    found = content_hash(targets, alphas, digests)
+    if found != payload.hash:
+        raise CorruptPayloadError(
+            f"version {payload.version}: the module holds {found} after binding, {payload.hash} was promised. The payload "
+            "changed after it was made (extract with copy=True), or a tensor was not written."
+        )
+    return found, None
 
 
 def _alphas(module: nn.Module, adapter_name: str) -> dict[str, tuple[Any, Any]]:
@@ -196,13 +191,6 @@ def _set_alphas(module: nn.Module, adapter_name: str, alphas: dict[str, Any]) ->
         value = alphas[name]
         alpha, scaling = value if isinstance(value, tuple) else (value, value / int(layer.r[adapter_name]))
         layer.lora_alpha[adapter_name], layer.scaling[adapter_name] = alpha, scaling
-
-
-def _probe(probe: Callable[[], Tensor] | None) -> Tensor | None:
-    if probe is None:
-        return None
-    with torch.no_grad():
-        return probe().detach().float().clone()
 
 
 def _inject(module: nn.Module, payload: LoRAPayload, adapter_name: str) -> None:

@@ -20,7 +20,8 @@ def expert_of(module: str) -> tuple[str, str]:
 
 
 def split_experts(payload: LoRAPayload) -> dict[str, LoRAPayload]:
-    """One payload per expert, names without prefix; ``{"": payload}`` for models of one transformer."""
+    """One payload per expert, names without prefix and without fingerprint, which is of both; ``{"": payload}`` for models of
+    one transformer."""
     groups: dict[str, list[str]] = {}
     for module in payload.modules:
         groups.setdefault(expert_of(module)[0], []).append(module)
@@ -39,7 +40,6 @@ def split_experts(payload: LoRAPayload) -> dict[str, LoRAPayload]:
             alphas={module.removeprefix(prefix): payload.alpha_of(module) for module in modules},
             version=payload.version,
             target_modules=None if full_names else payload.target_modules,
-            base_fingerprint=payload.base_fingerprint,
         )
     return parts
 
@@ -54,5 +54,4 @@ def join_experts(parts: Mapping[str, LoRAPayload]) -> LoRAPayload:
         {prefix + key: tensor for prefix, part in named.items() for key, tensor in part.tensors.items()},
         alphas={prefix + module: part.alpha_of(module) for prefix, part in named.items() for module in part.modules},
         version=first.version,
-        base_fingerprint=first.base_fingerprint,
     )

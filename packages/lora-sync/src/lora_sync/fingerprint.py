@@ -15,7 +15,8 @@ import xxhash
 from torch import Tensor, nn
 
 from .codec import byte_view
-from .layers import is_sharded, local, local_slices, neutral_name
+from .errors import WrongBaseError
+from .layers import is_sharded, local, local_slices, neutral_name, reshard
 
 SAMPLES = 16
 
@@ -35,6 +36,7 @@ def fingerprint(module: nn.Module) -> str:
 
     Under FSDP2 this is a collective: every rank calls it.
     """
+    reshard(module)
     parameters = base_parameters(module)
     names = sorted(parameters)
     values = torch.cat([_samples(parameters[name]).float() for name in names]) if names else torch.empty(0)
@@ -48,6 +50,15 @@ def fingerprint(module: nn.Module) -> str:
     digest = xxhash.xxh3_128(shapes.encode())
     digest.update(byte_view(values.cpu().to(torch.bfloat16).view(torch.uint8)))
     return "base:" + digest.hexdigest()
+
+
+def check_base(module: nn.Module, expected: str | None) -> None:
+    """Raise ``WrongBaseError`` unless the module's `fingerprint` is the expected one; None expects nothing."""
+    if expected is not None and (found := fingerprint(module)) != expected:
+        raise WrongBaseError(
+            f"the adapter was trained on {expected}, this {type(module).__name__} is {found}. Load the base checkpoint that "
+            "the trainer started from."
+        )
 
 
 def _samples(parameter: Tensor) -> Tensor:

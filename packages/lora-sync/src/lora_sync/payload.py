@@ -101,6 +101,11 @@ class LoRAPayload:
         """Bytes of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors."""
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
     def alpha_of(self, module: str) -> float:
         return float(self.alpha_pattern.get(module, self.alpha))
 

@@ -15,18 +15,21 @@ class LoRAReceipt:
     """One receiver's account of one sync. Plain numbers and strings: it travels as JSON.
 
     Args:
-        version, hash: of what is in place now; the hash is of the bound tensors, not a copy of the promise.
+        version: of what is in place now.
+        hash: made by the receiver from the tensors and alphas that it holds, after binding. None where it holds the adapter
+            in another form (another dtype, cut or fused), whose hash would be another one.
         modules_bound, tensors_bound: counted while binding.
         tensors_ignored: sent, and used nowhere.
-        probe_delta: largest absolute change of a probe forward between before and after, or None without a probe.
+        elements_equal: where there is no hash: how many elements of what it holds were compared with what came in, converted
+            the same way, and found equal.
     """
 
     version: int
-    hash: str
+    hash: str | None
     modules_bound: int
     tensors_bound: int
     tensors_ignored: int = 0
-    probe_delta: float | None = None
+    elements_equal: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -40,17 +43,12 @@ class LoRAReceipt:
             raise LoRASyncError(f"not a receipt: {dict(data)!r} ({error}).") from error
 
 
-def verify(
-    payload: LoRAPayload,
-    receipt: LoRAReceipt,
-    *,
-    previous_version: int | None = None,
-    probe_floor: float | None = None,
-) -> LoRAReceipt:
+def verify(payload: LoRAPayload, receipt: LoRAReceipt, *, previous_version: int | None = None) -> LoRAReceipt:
     """Return the receipt, or raise a ``LoRASyncError`` that says which promise is broken.
 
-    Holds when everything sent was bound, hash and version are the payload's, the version is newer than
-    ``previous_version``, and, with ``probe_floor``, a probe forward changed by more than it (0.0: changed at all).
+    Holds when everything sent was bound, the version is the payload's and newer than ``previous_version``, and the receiver's
+    own account of its memory is right: its hash is the payload's, or it found as many equal elements as the payload has.
+    A receipt without either proves nothing and is refused.
     """
     if previous_version is not None and payload.version <= previous_version:
         raise StaleVersionError(
@@ -68,13 +66,18 @@ def verify(
             f"sent {sent[0]} modules / {sent[1]} tensors, bound {bound[0]} / {bound[1]}, ignored "
             f"{receipt.tensors_ignored}. Compare the receiver's module names with `lora_sync.names`."
         )
-    if receipt.hash != payload.hash:
+    if receipt.hash is None and receipt.elements_equal is None:
+        raise CorruptPayloadError(
+            f"version {payload.version}: the receipt has neither a hash nor a count of equal elements, so it proves nothing; "
+            "bind with prove=True."
+        )
+    if receipt.hash is not None and receipt.hash != payload.hash:
         raise CorruptPayloadError(
             f"version {payload.version}: {payload.hash} was sent, the receiver holds {receipt.hash}; sync again."
         )
-    if probe_floor is not None and not (receipt.probe_delta is not None and receipt.probe_delta > probe_floor):
-        raise BindError(
-            f"the probe forward changed by {receipt.probe_delta!r}, which is not above {probe_floor!r}: the adapter is "
-            "in place and does nothing there. Check that it is the active adapter (a fresh LoRA has B = 0)."
+    if receipt.elements_equal is not None and receipt.elements_equal != payload.numel:
+        raise CorruptPayloadError(
+            f"version {payload.version}: {payload.numel} elements were sent, {receipt.elements_equal} of them are in the "
+            "receiver as they came; sync again."
         )
     return receipt

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lora_sync import LoRAReceipt, apply_lora, extract_lora, use_adapter
+from lora_sync.fingerprint import check_base
 from lora_sync.layers import layers_of
 from torch import Tensor, nn
 
@@ -31,6 +32,7 @@ class ModuleWeights:
         self._adapter_ctx = adapter_ctx
         self._adapters: set[str] = set()
         self._wrapped = False  # LoRA layers stay in the module once they are there
+        self._base_checked = False  # of a shared module; `apply_lora` sees to the others
 
     def using(self, adapter: str) -> AbstractContextManager[Any]:
         """Inside the block this adapter samples. "default" is the base while none was sent.
@@ -52,13 +54,17 @@ class ModuleWeights:
     def bind(self, payload: Any, adapter: str) -> LoRAReceipt:
         """Bind a `LoRAPayload`, or prove that the shared module holds it already.
 
-        Raises `SyncError` when the shared module's adapter differs from the payload.
+        Raises `SyncError` when the shared module's adapter differs from the payload, and lora_sync's `WrongBaseError` when, at
+        the first sync, the base is another one than the trainer's.
         """
         if not self.shared:
             receipt = apply_lora(self.module, payload, adapter)
             self._adapters.add(adapter)
             self._wrapped = True
             return receipt
+        if not self._base_checked:
+            check_base(self.module, payload.base_fingerprint)
+            self._base_checked = True
         held = extract_lora(self.module, adapter, version=payload.version)
         if held.hash != payload.hash:
             raise SyncError(
@@ -67,7 +73,7 @@ class ModuleWeights:
                 "shares_weights=False."
             )
         count = len(held.tensors)
-        return LoRAReceipt(payload.version, held.hash, count // 2, count, 0, None)
+        return LoRAReceipt(payload.version, held.hash, count // 2, count)
 
     def has(self, adapter: str) -> bool:
         """Whether the adapter was bound here."""

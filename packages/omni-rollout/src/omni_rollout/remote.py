@@ -12,6 +12,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
+from lora_sync import LoRASyncError
+
 from .errors import (
     AbortedError,
     LifecycleError,
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_OWN_ERRORS = (RolloutConfigError, LifecycleError, SyncError, AbortedError)
+_OWN_ERRORS = (RolloutConfigError, LifecycleError, SyncError, AbortedError, LoRASyncError)
 ASIDE = "aside"
 """Concurrency group of a synchronous actor for calls that do not wait for the work at hand; see `Remote.aside`."""
 
@@ -77,10 +79,10 @@ class Remote:
             raise typed_error(self.name, error) from error
 
 
-def typed_error(name: str, error: BaseException) -> RolloutError:
+def typed_error(name: str, error: BaseException) -> RolloutError | LoRASyncError:
     """Whatever a remote call raised, as one of this package's errors.
 
-    A bad request stays a `RolloutConfigError` (no use in trying it elsewhere); a dead process becomes
+    A bad request stays a `RolloutConfigError`, a bad sync a `LoRASyncError` (no use in trying it elsewhere); a dead process becomes
     `ReplicaDeadError`; everything else `ReplicaError`. Ray's own classes are recognised by name so that ray need not
     be installed.
     """

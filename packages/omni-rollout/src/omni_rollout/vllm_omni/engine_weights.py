@@ -50,16 +50,17 @@ class EngineWeights:
         with self._lifecycle.syncing(payload.version, lora=True), self._timed():
             number = next(self._numbers)
             facts = await self._rpc("bind_lora", make_request(payload, number, adapter), payload.version)
-            if facts["differing"]:
+            if facts["equal"] != payload.numel:
                 await self._rpc("drop_lora", number)
                 raise SyncError(
-                    f"{facts['differing']} elements of adapter {adapter!r} read back different from the payload."
+                    f"adapter {adapter!r}, version {payload.version}: {facts['equal']} of {payload.numel} elements read back "
+                    "as they were sent; sync again."
                 )
             old = self.adapters.get(adapter)
             self.adapters[adapter] = number
             if old is not None:
                 await self._rpc("drop_lora", old)
-            return LoRAReceipt(payload.version, payload.hash, facts["modules"], facts["tensors"], 0, None)
+            return LoRAReceipt(payload.version, None, facts["modules"], facts["tensors"], 0, facts["equal"])
 
     async def drop(self, adapter: str) -> bool:
         """See `vLLMOmniHttpServer.remove_lora`."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -82,7 +82,7 @@ class WorkerAdapters:
     def bind(self, request: OmniTensorLoRARequest) -> dict[str, int]:
         """Keep an adapter under its new number, switch it on, and read it back.
 
-        Returns modules and tensors bound, and how many elements read back different (0 in a good sync).
+        Returns modules and tensors bound, and how many elements read back equal to what was sent (all in a good sync).
 
         Raises:
             ValueError: the number is taken, or a module of the adapter finds no layer.
@@ -99,7 +99,7 @@ class WorkerAdapters:
                 layer.quant_method = self._methods[name] = LoRAMethod(layer.quant_method, _sizes(layer))
         self.set_active_adapter(request)
         modules = sum(len(parts) for parts in sent.values())
-        return {"modules": modules, "tensors": 2 * modules, "differing": self._differing(layers, sent)}
+        return {"modules": modules, "tensors": 2 * modules, "equal": self._equal(layers, sent)}
 
     def _placed(self, request: OmniTensorLoRARequest) -> dict[str, dict[int, dict[str, Tensor]]]:
         """layer → part → {"A": [R, in], "B": [out, R]}, on the device."""
@@ -133,18 +133,22 @@ class WorkerAdapters:
                 held.copy_(tensor)
         return Factors(a, b)
 
-    def _differing(self, layers: Mapping[str, Any], sent: Mapping[str, Mapping[int, Mapping[str, Tensor]]]) -> int:
-        """Elements that the layers multiply with and that are not what was sent, on all ranks that share the layers."""
-        wrong = torch.zeros((), dtype=torch.int64, device=self.device)  # read once: every read waits for the device
+    def _equal(self, layers: Mapping[str, Any], sent: Mapping[str, Mapping[int, Mapping[str, Tensor]]]) -> int:
+        """Elements of the whole adapter that the layers multiply with as they were sent, over all ranks that share them.
+
+        An element that several ranks hold counts once, and only where it is right on all of them.
+        """
+        equal = torch.zeros((), dtype=torch.int64, device=self.device)  # read once: every read waits for the device
         for name, parts in sent.items():
             method = layers[name].quant_method
             if method.active is None:
                 raise ValueError(f"{name} did not take the adapter")
             for number, part in parts.items():
                 views = _views(method.active, method.sizes, number, part)
-                for held, tensor in zip(views, _own(layers[name], number, part), strict=True):
-                    wrong += (held != tensor).sum()
-        return int(tensor_model_parallel_all_reduce(wrong))
+                own = _own(layers[name], number, part)
+                for held, tensor, whole in zip(views, own, (part["A"], part["B"]), strict=True):
+                    equal += (held == tensor).sum() * (whole.numel() // tensor.numel())
+        return int(tensor_model_parallel_all_reduce(equal)) // get_tensor_model_parallel_world_size()
 
     @property
     def modules(self) -> int:
