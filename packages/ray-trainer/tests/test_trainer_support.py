@@ -16,6 +16,20 @@ REFUSED = {
     "rollout.vllm_omni.gpu_memory_utilization=0.6": "unknown config key",
     "app=dpo-online": "this program is flowgrpo",
     "actor.strategy=fsdp3": "actor.strategy",
+    "actor.fsdp_config.model_dtype=fp8": "model_dtype='fp8' must be one of fp32, float32, bf16",
+    "model.lora_dtype=half": "model.lora_dtype='half' must be one of",
+    "model.lora_init_weights=zeros": "one of gaussian, kaiming",
+    "actor.optim.lr_scheduler_type=cosin": "one of constant, linear, cosine",
+    "actor.checkpoint.save_contents=[model,optimiser]": "save_contents=.* must be some of model, optimizer",
+    "actor.forward_process.levels=logit": "one of schedule, uniform, logit_normal",
+    "actor.fsdp_config.fsdp_size=3": "does not divide trainer.num_workers=1",
+    "actor.optim={lr_scheduler_type: cosine, lr_warmup_steps: 5000}": "leaves nothing of actor.optim.total_training_steps",
+    "rollout.pipeline.height=65": "rollout.pipeline.height=65 must be a multiple of 16 for this model, such as 64",
+    "rollout.val_kwargs.pipeline.width=8": "rollout.val_kwargs.pipeline.width=8 must be a multiple of 16.*, such as 16",
+    "reward.timeout_s=0": "must be above 0",
+    "data.train_file=": "names an empty file",
+    "trainer.run_dir=.": "is no run folder",
+    "trainer.run_dir=s3://bucket/run": "'s3://bucket/run' is an address",
 }
 
 
@@ -41,6 +55,12 @@ def test_the_lora_that_a_run_starts_from_is_read_before_the_start(tmp_path, monk
     def write(file: str, layer: str) -> None:
         save_file({f"{layer}.lora_{side}.weight": torch.ones(2, 2) for side in "AB"}, tmp_path / file)
 
+    def write_rank(file: str, layer: str, rank: int) -> None:
+        save_file(
+            {f"{layer}.lora_A.weight": torch.ones(rank, 2), f"{layer}.lora_B.weight": torch.ones(2, rank)},
+            tmp_path / file,
+        )
+
     with pytest.raises(TrainerError, match="nothing does not exist"):
         check("nothing")
     write("sdxl.safetensors", "unet.mid_block.attentions.0.proj_in")
@@ -49,5 +69,44 @@ def test_the_lora_that_a_run_starts_from_is_read_before_the_start(tmp_path, monk
     write("flux.safetensors", "transformer.single_transformer_blocks.0.attn.to_q")
     with pytest.raises(TrainerError, match="LoRA for flux"):
         check("flux.safetensors")
-    write("ours.safetensors", "transformer.transformer_blocks.0.attn.to_q")
+    write_rank("other_rank.safetensors", "transformer.transformer_blocks.0.attn.to_q", 2)
+    with pytest.raises(TrainerError, match="has rank 2, and model.lora_rank=16"):
+        check("other_rank.safetensors")
+    write_rank("ours.safetensors", "transformer.transformer_blocks.0.attn.to_q", 16)
     assert any("is a guess" in line for line in check("ours.safetensors"))
+
+
+def test_the_words_are_those_of_the_engine():
+    from fsdp_diffusers_engine import adapters, checkpoint, forward_process, optim, precision, sharding
+    from ray_trainer.ranges import WORDS
+
+    theirs = {
+        "lora_dtype param_dtype reduce_dtype model_dtype": tuple(precision.DTYPES),
+        "lora_init_weights": adapters._LORA_INITS,
+        "sharding": sharding._SHARDING,
+        "lr_scheduler_type": optim.SCHEDULES,
+        "save_contents load_contents": checkpoint._CONTENTS,
+        "levels": forward_process.LEVELS,
+    }
+    ours = {name: words for section in WORDS.values() for name, words in section.items()}
+    assert ours == {name: words for names, words in theirs.items() for name in names.split()}
+
+
+def test_the_multiple_of_a_size_is_the_models_own():
+    from pathlib import Path
+
+    from model_specs.registry import find
+    from ray_trainer.model_folder import ARCHITECTURES, size_multiple
+
+    for architecture in ARCHITECTURES.values():
+        for config in (
+            {},
+            {"temperal_downsample": [True, True]},
+            {"block_out_channels": [8, 8]},
+            {"scale_factor_spatial": 16},
+        ):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("ray_trainer.model_folder._read_json", lambda file, config=config: config)
+                spec = find(architecture.pipeline)()
+                spec.vae_config = config
+                assert size_multiple(Path("x"), architecture.pipeline) == spec.size_multiple

@@ -77,7 +77,7 @@ def parse(app: App, argv: list[str]) -> tuple[RunConfig | None, bool]:
     dry_run = "--dry-run" in argv
     pairs = [a for a in argv if a != "--dry-run"]
     for argument in pairs:
-        if argument.startswith("-") or "=" not in argument:
+        if argument.startswith(("-", "=")) or "=" not in argument:
             raise TrainerError(f"{argument!r} is not understood; give key=value, --dry-run or --help")
     recipe = next((a.split("=", 1)[1] for a in reversed(pairs) if a.startswith("recipe=")), app.default)
     file = Path(expand(recipe)) if recipe.endswith((".yaml", ".yml")) else app.recipes / f"{recipe}.yaml"

@@ -239,6 +239,8 @@ def _read(name: str, node: Node | str, source: str) -> Any:
     if kind is None:
         above, _, leaf = name.rpartition(".")
         if get_origin(keys.get(above)) is dict:  # reward.options.path=…
+            if node == "":
+                return ""
             return free(parse_yaml(node, name) if isinstance(node, str) else node, name, source)
         # A right name under the wrong section is the commonest slip: offer where that leaf lives.
         same = [known for known in keys if known.split(".")[-1] == leaf]
@@ -343,7 +345,11 @@ def _resolved(value: Any, tree: dict[str, Any], name: str, seen: tuple[str, ...]
     found: Any = tree
     for part in value.split("."):
         found = found[part]
-    return _resolved(found, tree, name, (*seen, str(value)))
+    found = _resolved(found, tree, name, (*seen, str(value)))
+    kind = known_keys().get(name, Any)
+    if type(found) in (int, float, str) and {int, float, str} & {kind, *get_args(kind)}:  # of another type, perhaps
+        return convert(kind, str(found), name, f"${{{value}}}")
+    return found
 
 
 def _build(schema: type, tree: dict[str, Any]) -> Any:
@@ -393,6 +399,11 @@ def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
             raise
         raise TrainerError(f"the config does not fit: {' '.join(str(error).split())}") from error
     assert isinstance(config, RunConfig)
+    if "://" in config.trainer.run_dir:
+        raise TrainerError(
+            f"trainer.run_dir={config.trainer.run_dir!r} is an address, and a run is written into a folder of this machine; mount "
+            "the store and give its folder"
+        )
     run_dir = config.trainer.run_dir or f"runs/{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     config.trainer.run_dir = str(Path(run_dir).absolute())
     _for_every_folder(config)

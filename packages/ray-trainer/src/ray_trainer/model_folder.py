@@ -179,6 +179,22 @@ def transformer_size(folder: Path) -> int:
     )
 
 
+def size_multiple(folder: Path, pipeline: str) -> int | None:
+    """Pixels that height and width must be a multiple of: two latent cells. None for a pipeline that another package knows."""
+    known = next((one for one in ARCHITECTURES.values() if one.pipeline == pipeline), None)
+    if known is None:
+        return None
+    config = _read_json(folder / "vae" / "config.json")
+    try:
+        if known.vae == "AutoencoderKLWan":
+            return 2 * int(config.get("scale_factor_spatial", 8))
+        if known.vae == "AutoencoderKLQwenImage":
+            return int(2 ** (len(config.get("temperal_downsample", "123")) + 1))
+        return int(2 ** len(config.get("block_out_channels", "1234")))
+    except (TypeError, ValueError) as error:
+        raise TrainerError(f"{folder / 'vae' / 'config.json'} is no {known.vae}'s ({error}); copy it again") from error
+
+
 def read_header(file: Path) -> dict[str, Any]:
     """The header of a safetensors file: name to {dtype, shape, data_offsets}.
 
@@ -194,7 +210,7 @@ def read_header(file: Path) -> dict[str, Any]:
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     except OSError as error:
         raise TrainerError(f"{file} cannot be read ({error.strerror}); copy it again") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TrainerError(
             f"{file} is cut off or no safetensors file (no whole header in its {size} bytes); copy it again"
         ) from error
@@ -263,7 +279,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise TrainerError(f"{file} cannot be read ({error.strerror})") from error
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         raise TrainerError(f"{file} is not JSON ({error}); copy it again") from error
     if not isinstance(content, dict):
         raise TrainerError(f"{file} must hold a JSON object and holds a {type(content).__name__}; copy it again")

@@ -47,6 +47,10 @@ def load_prompts(location: str | list[str]) -> list[Prompt]:
     from image_rewards.prompt_files import read_prompts
 
     locations = [location] if isinstance(location, str) else location
+    if "" in locations:
+        raise TrainerError(
+            "data.train_file or data.val_file names an empty file; give a file, a folder or a list of them"
+        )
     try:
         rows = read_prompts([resolve("prompts", name) for name in locations])
     except RewardError as error:

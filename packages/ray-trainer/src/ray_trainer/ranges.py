@@ -1,4 +1,5 @@
-"""The range of every number in a config: one table, checked before anything else looks at a value. Imports no torch.
+"""The range of every number in a config, and the words that a word must be one of: two tables, checked before anything else looks
+at a value. Imports no torch.
 
 A row is named after the section's dataclass, because one section may stand in two places (`rollout.pipeline` and
 `rollout.val_kwargs.pipeline`). The bounds are what the code can use, with room: they catch slips of the pen and overflows, and do
@@ -61,7 +62,7 @@ RANGES: dict[str, dict[str, Range]] = {
         "batch_size": _COUNT,
         "failure_value": Range(-1e9, 1e9),
         "max_retries": Range(0, 1000),
-        "timeout_s": _SECONDS,
+        "timeout_s": Range(0, 1e7, above=True),
     },
     "OldPolicyConfig": {"update_every": _COUNT, "decay_start": _COUNT0, "decay_rate": _SHARE, "decay_max": _SHARE},
     "AlgorithmConfig": {
@@ -83,7 +84,12 @@ RANGES: dict[str, dict[str, Range]] = {
         "object_store_mb": Range(75, MANY),  # Ray takes no less; the upper end is what the machine has
         "worker_threads": Range(0, 1024),
     },
-    "DiffusionModelConfig": {"lora_rank": Range(0, 65_536), "lora_alpha": Range(1, MANY), "lora_seed": _SEED},
+    "DiffusionModelConfig": {
+        "recompute_blocks": Range(0, 10_000),
+        "lora_rank": Range(0, 65_536),
+        "lora_alpha": Range(1, MANY),
+        "lora_seed": _SEED,
+    },
     "FSDPEngineConfig": {
         "fsdp_size": Range(-1, 100_000, but=0),
         "ulysses_sequence_parallel_size": Range(1, 1024),
@@ -160,14 +166,34 @@ RANGES: dict[str, dict[str, Range]] = {
     "DiffusionRolloutConfig": {"n": _COUNT, "seed": _SEED, "max_batch_size": _COUNT, "num_replicas": Range(1, 10_000)},
 }
 
+_DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
+
+WORDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "DiffusionModelConfig": {"lora_dtype": _DTYPES, "lora_init_weights": ("gaussian", "kaiming")},
+    "MixedPrecisionConfig": {"param_dtype": _DTYPES, "reduce_dtype": _DTYPES},
+    "FSDPEngineConfig": {"model_dtype": _DTYPES, "sharding": ("auto", "always", "never")},
+    "FSDPOptimizerConfig": {"lr_scheduler_type": ("constant", "linear", "cosine")},
+    "CheckpointConfig": {
+        "save_contents": ("model", "optimizer", "extra", "lora", "hf_model"),
+        "load_contents": ("model", "optimizer", "extra", "lora", "hf_model"),
+    },
+    "ForwardProcessConfig": {"levels": ("schedule", "uniform", "logit_normal")},
+}
+"""What the engine knows; a test holds the two together. Repeated here because the engine's own tables need torch."""
+
 
 def check_ranges(schema: type, tree: dict[str, Any], prefix: str = "") -> None:
-    """Raise `TrainerError`, with key, value and range, for the first number of a config's tree that lies outside its range."""
-    ranges = RANGES.get(schema.__name__, {})
+    """Raise `TrainerError`, with key, value and what it may be, for the first number out of its range or unknown word."""
+    ranges, words = RANGES.get(schema.__name__, {}), WORDS.get(schema.__name__, {})
     for name, kind in get_type_hints(schema).items():
         value, inner, span = tree.get(name), is_section(kind), ranges.get(name)
         if inner is not None and isinstance(value, dict):
             check_ranges(inner, value, f"{prefix}{name}.")
+        for word in (value if isinstance(value, list) else (value,)) if name in words else ():
+            if word not in words[name] and not isinstance(word, Reference):
+                raise TrainerError(
+                    f"{prefix}{name}={value!r} must be {'some' if isinstance(value, list) else 'one'} of {', '.join(words[name])}"
+                )
         if span is None or value is None or isinstance(value, Reference):
             continue
         if span.count is not None and len(value) != span.count:

@@ -60,14 +60,14 @@ def check_run_dir(path: str, on_existing: str) -> None:
         exists = folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir())))
     except OSError as error:  # a name that is too long, a folder that may not be read
         raise TrainerError(f"trainer.run_dir={path!r} cannot be a folder: {error.strerror}") from error
+    if exists and not (folder / "config.yaml").is_file():
+        raise TrainerError(
+            f"trainer.run_dir={path!r} exists and is no run folder (it has no config.yaml); choose another trainer.run_dir"
+        )
     if exists and on_existing == "raise":
         raise TrainerError(
             f"run folder {path!r} exists; add trainer.on_existing=resume to go on with it, trainer.on_existing=delete to "
             "start over, or choose another trainer.run_dir"
-        )
-    if exists and not (folder / "config.yaml").is_file():
-        raise TrainerError(
-            f"{path!r} exists and is no run folder (it has no config.yaml); choose another trainer.run_dir"
         )
     if exists and on_existing == "delete":
         _check_ours(folder)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from ray_trainer.cluster import check_ray
 from ray_trainer.config import RunConfig, to_tree, updates_per_step
 from ray_trainer.errors import TrainerError
-from ray_trainer.model_folder import ARCHITECTURES, check_folder, read_index, transformer_size
+from ray_trainer.model_folder import ARCHITECTURES, check_folder, read_index, size_multiple, transformer_size
 from ray_trainer.models import locate, pipeline_class
 from ray_trainer.prompts import Prompt, PromptSampler, check_lengths, load_prompt_sets
 from ray_trainer.ranges import check_ranges
@@ -75,7 +75,7 @@ def _warn_about_size(config: RunConfig, parameters: int) -> list[str]:
     ]
 
 
-def _check_first_lora(path: str | None, pipeline: str) -> list[str]:
+def _check_first_lora(path: str | None, pipeline: str, rank: int) -> list[str]:
     """Read the LoRA that training starts from: a file of another kind or model ends here. Returns what to say about it."""
     if path is None:
         return []
@@ -84,10 +84,30 @@ def _check_first_lora(path: str | None, pipeline: str) -> list[str]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            load_any(path, architecture=pipeline)
+            payload, _ = load_any(path, architecture=pipeline)
         except (LoRASyncError, OSError) as error:
             raise TrainerError(f"model.lora_adapter_path={path!r}: {error}") from error
+    other = [len(tensor) for name, tensor in payload.tensors.items() if ".lora_A." in name and len(tensor) != rank]
+    require(
+        not other,
+        f"model.lora_adapter_path={path!r} has rank {min(other, default=rank)}, and model.lora_rank={rank}; set them to the same",
+    )
     return [f"model.lora_adapter_path: {warning.message}" for warning in said]
+
+
+def _check_size(config: RunConfig, multiple: int | None) -> None:
+    """Sizes that the model can draw."""
+    for section, drawn in (
+        ("pipeline", config.rollout.pipeline),
+        ("val_kwargs.pipeline", config.rollout.val_kwargs.pipeline),
+    ):
+        for name in ("height", "width"):
+            side = getattr(drawn, name)
+            require(
+                multiple is None or side % multiple == 0,
+                f"rollout.{section}.{name}={side} must be a multiple of {multiple} for this model, such as "
+                f"{max(round(side / (multiple or 1)), 1) * (multiple or 1)}",
+            )
 
 
 def _check_reward(config: RunConfig, prompts: list[Prompt]) -> None:
@@ -130,7 +150,7 @@ def validate_config(config: RunConfig) -> list[str]:
     r, t, d, a = config.rollout, config.trainer, config.data, config.actor
     check_ranges(RunConfig, to_tree(config))  # `compose` did; a config that was made in Python comes here first
     pipeline, notes = _check_model(config)
-    notes += _check_first_lora(config.model.lora_adapter_path, pipeline)
+    notes += _check_first_lora(config.model.lora_adapter_path, pipeline, config.model.lora_rank)
     train, val = load_prompt_sets(d)
     PromptSampler(train, d.prompts_per_step, t.seed)
     _check_reward(config, [*train, *val])
@@ -147,6 +167,7 @@ def validate_config(config: RunConfig) -> list[str]:
     folder = locate(config.model.path)
     if folder is not None:
         check_experts(config, read_index(folder))
+        _check_size(config, size_multiple(folder, pipeline))
         drawn = ((train, r.pipeline), (val[: d.val_max_prompts], r.val_kwargs.pipeline))
         check_lengths(
             folder,

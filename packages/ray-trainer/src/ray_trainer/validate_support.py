@@ -32,6 +32,21 @@ def check_supported(config: RunConfig) -> None:
         f"actor.fsdp_config.ulysses_sequence_parallel_size={size}: the loop gives every rank other samples, and ranks of one "
         "sequence need the same; leave it at 1",
     )
+    size, workers = actor.fsdp_config.fsdp_size, config.trainer.num_workers
+    require(
+        size == -1 or workers % size == 0,
+        f"actor.fsdp_config.fsdp_size={size} does not divide trainer.num_workers={workers}; use -1 for all of them",
+    )
+    require(
+        actor.fsdp_config.sharding != "never" or workers == 1,
+        f"actor.fsdp_config.sharding='never' keeps the module whole in one process, and trainer.num_workers={workers}; use auto",
+    )
+    optim = actor.optim
+    require(
+        optim.lr_scheduler_type == "constant" or optim.lr_warmup_steps < optim.total_training_steps,
+        f"actor.optim.lr_warmup_steps={optim.lr_warmup_steps} leaves nothing of actor.optim.total_training_steps="
+        f"{optim.total_training_steps} for the {optim.lr_scheduler_type} schedule; warm up for fewer steps, or use constant",
+    )
     require(actor.strategy == "fsdp", f"actor.strategy={actor.strategy!r}: fsdp is the one there is")
     loop = rollout.agent.default_agent_loop
     if loop not in LOOPS:  # a class of somebody's own
