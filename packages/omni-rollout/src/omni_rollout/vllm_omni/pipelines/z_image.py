@@ -16,7 +16,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 from vllm_omni.diffusion.models.z_image import pipeline_z_image as engine
 from vllm_omni.diffusion.models.z_image.pipeline_z_image import ZImagePipeline
-from vllm_omni.diffusion.models.z_image.z_image_transformer import ZImageTransformer2DModel
+from vllm_omni.diffusion.models.z_image.z_image_transformer import SEQ_MULTI_OF, ZImageTransformer2DModel
 from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch, split_diffusion_output_by_request
 
@@ -24,14 +24,32 @@ from ..denoise import RolloutMixin
 from ..lora_request import TensorLoRAMixin
 
 
+class _ByLength(ZImageTransformer2DModel):
+    """One forward for each padded length of the prompts.
+
+    The engine's attention has no mask and turns all rows by the positions of the first, so a prompt beside a longer one
+    would come out wrong.
+    """
+
+    def forward(self, x: list[Tensor], t: Tensor, cap_feats: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+        lengths: dict[int, list[int]] = {}
+        for i, prompt in enumerate(cap_feats):
+            lengths.setdefault(-(-len(prompt) // SEQ_MULTI_OF), []).append(i)
+        rows: dict[int, Tensor] = {}
+        for places in lengths.values():
+            several = [x[i] for i in places], t[places], [cap_feats[i] for i in places]
+            rows |= zip(places, super().forward(*several, *args, **kwargs)[0], strict=True)
+        return ([rows[i] for i in range(len(x))],)
+
+
 @contextmanager
-def _sizes_of(config: Any) -> Iterator[None]:
-    """While the engine builds its pipeline: the transformer's sizes from the folder's config.
+def _transformer_of(config: Any) -> Iterator[None]:
+    """While the engine builds its pipeline: the class above, in the sizes of the folder's config.
 
     The engine builds the published size whatever the config says. It looks the class up in its module when it builds one.
     """
     sizes = get_transformer_config_kwargs(config, ZImageTransformer2DModel)
-    engine.ZImageTransformer2DModel = partial(ZImageTransformer2DModel, **sizes)
+    engine.ZImageTransformer2DModel = partial(_ByLength, **sizes)
     try:
         yield
     finally:
@@ -72,7 +90,7 @@ class ZImageRolloutPipeline(RolloutMixin, TensorLoRAMixin, ZImagePipeline):
     lora_architecture = "z_image"
 
     def __init__(self, **kwargs: Any) -> None:
-        with _sizes_of(kwargs["od_config"].tf_model_config):
+        with _transformer_of(kwargs["od_config"].tf_model_config):
             super().__init__(**kwargs)
         self.scheduler = _AskingScheduler.from_config(self.scheduler.config)
         object.__setattr__(self.scheduler, "rollout", self)
