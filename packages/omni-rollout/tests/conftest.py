@@ -245,6 +245,12 @@ class LendingServer(vLLMOmniHttpServer):
         await self.launch_server()
         return answers
 
+    def compiled(self):
+        """How many graphs torch has compiled in this process."""
+        from torch._dynamo.utils import counters
+
+        return counters["stats"]["unique_graphs"]
+
     async def _visit(self, path, calls, payload, weights, stepwise):
         settings = dataclasses.replace(self.config.vllm_omni, step_execution=stepwise, openai_port=None)
         config = dataclasses.replace(self.config, vllm_omni=settings)

@@ -105,3 +105,8 @@ def test_other_models_equal_the_embedded_backend(tour, stops, name, difference):
         assert min(difference(a, b, ("final_latents",)) for a, b in zip(ours, base, strict=True)) > 1e-2
     assert found["weights"].tensors_bound == len(stop["weights"])
     assert found["weights"].checksum == content_sum(value for _, value in stop["weights"])
+
+
+def test_nothing_is_compiled_on_a_cpu(tour, fleet, server, runner):
+    """By `torch.compile`, whose cache does not know for which vector width it was filled."""
+    assert runner.run(fleet.router.replicas[0].backend.call(server.compiled)) == 0

@@ -1,6 +1,7 @@
 """vLLM's CPU platform on a wheel that was built for CUDA and therefore has no CPU kernels."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,3 +33,15 @@ class CudaWheelCpuPlatform(CpuPlatform):
             if not hasattr(torch.ops._C, name):
                 _library.define(f"{name}(Tensor! out, Tensor x) -> ()")
                 _library.impl(name, function, "CPU")
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        """vLLM's settings, and nothing is compiled.
+
+        vLLM compiles single activations even when a model runs eagerly. On a CPU that asks for a C++ compiler, and torch
+        keeps the result in a cache whose key leaves out the vector width: another width then reads it and computes half.
+        """
+        from vllm.config import CompilationMode  # it imports this platform
+
+        super().check_and_update_config(vllm_config)
+        vllm_config.compilation_config.mode = CompilationMode.NONE
