@@ -71,7 +71,7 @@ BAD = {
     "too many prompts": (["data.prompts_per_step=97"], "must lie between 1 and the 96 prompts"),
     "reward": (["reward.name=shape"], "shapes"),
     "reward option": (["reward.options={strict_wait: 1}"], "strict_weight"),
-    "loss of another program": (["actor.diffusion_loss.loss_mode=dpo"], "is none of flowgrpo's"),
+    "loss of another program": (["actor.diffusion_loss.loss_mode=dpo"], "none of flowgrpo's"),
     "unknown loss": (["actor.diffusion_loss.loss_mode=flow_gpro"], "flow_grpo"),
     "policy state": (["rollout.rollout_adapter=old"], "add it to model.policy_state_adapters"),
     "model on the hub": (

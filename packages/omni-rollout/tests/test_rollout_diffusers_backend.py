@@ -71,7 +71,7 @@ def test_shapes_and_dtypes_of_one_call(backend, make_request):
     assert tuple(samples["latents"].shape) == tuple(samples["next_latents"].shape) == (1, 2, 16, 64)
     assert (tuple(samples["sigmas"].shape), float(samples["sigmas"][0, -1])) == ((1, 7), 0.0)
     assert samples["prompt_embeds"].shape[:2] == samples["prompt_embeds_mask"].shape
-    assert (samples["policy_version"].tolist(), samples["forwards"].tolist()) == ([0], [6.0])
+    assert (samples["policy_version"].tolist(), samples["forwards"].tolist()) == ([backend.policy_version], [6.0])
     slim = backend.generate([make_request(return_trajectory=False)])
     assert not {"latents", "prompt_embeds"} & set(slim.keys())
 

@@ -35,8 +35,9 @@ def prepare_environment() -> None:
         os.environ.setdefault(key, value)
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     # `ray start` demands the token where this machine has one. A driver that joins must then send it, and Ray decides when it is
-    # imported whether it does; a cluster without tokens ignores it.
-    if "RAY_AUTH_MODE" not in os.environ and _has_token():
+    # imported whether it does; a cluster without tokens ignores it. Later it may not change: a Ray that this process starts
+    # would demand what the process does not send.
+    if "RAY_AUTH_MODE" not in os.environ and "ray" not in sys.modules and _has_token():
         os.environ["RAY_AUTH_MODE"] = "token"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -44,7 +45,14 @@ class WorkerGroup:
             )
         self.gpus = self.size if use_gpu else 0
         remote: Any = ray.remote  # its types know no concurrency groups
-        actor = remote(num_gpus=int(use_gpu), num_cpus=0.5, concurrency_groups={ASIDE: 1})(Worker)
+        # The update fills the card's memory with activations, whose sizes change: fixed segments would leave gaps of a tenth.
+        memory = {"PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")}
+        actor = remote(
+            num_gpus=int(use_gpu),
+            num_cpus=0.5,
+            concurrency_groups={ASIDE: 1},
+            runtime_env={"env_vars": memory} if use_gpu else None,
+        )(Worker)
         self.workers = [
             Remote(actor.remote(config, rank=rank, world_size=self.size), f"worker-{rank}") for rank in range(self.size)
         ]

@@ -130,6 +130,7 @@ class FleetSampler:
     async def sync(self, version: int) -> Metrics:
         """Send every adapter that samples to every replica, and check their receipts."""
         if self._asleep:
+            self.workers.call(Worker.release_memory)
             await self.fleet.wake_up()
             self._asleep = False
         metrics: Metrics = {}

@@ -188,6 +188,11 @@ class ActorRolloutRefWorker:
         parameters = sum(p.numel() for p in self.engine.module.parameters() if p.requires_grad)
         return {"device": str(self.engine.device), "trained parameters": f"{parameters:,}"}
 
+    def release_memory(self) -> None:
+        """Give what the update used and no longer holds back to the card, for an engine that shares it."""
+        if self.engine.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def memory_gb(self) -> float:
         """Peak resident memory of this process, in GB (1e9 bytes); on CUDA the peak of allocated device memory."""
         if self.engine.device.type == "cuda":
