@@ -1,4 +1,4 @@
-"""Every python block in a README runs as it stands."""
+"""Every python block in a README or a page of docs/ runs as it stands."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-READMES = sorted([ROOT / "README.md", *ROOT.glob("packages/*/README.md"), *ROOT.glob("apps/*/README.md")])
+PAGES = sorted(ROOT.glob("docs/*.md"))
+READMES = sorted([ROOT / "README.md", *ROOT.glob("packages/*/README.md"), *ROOT.glob("apps/*/README.md"), *PAGES])
 PACKAGES = sorted(ROOT.glob("packages/*/README.md"))
 
 

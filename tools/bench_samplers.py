@@ -1,7 +1,7 @@
 """Speed of the denoising step with its log-prob, on a CPU or on CUDA.
 
-    python tools/bench_samplers.py                    CPU: the plain version against diffusers' Euler step + three passes
-    python tools/bench_samplers.py --device cuda      CUDA: the fused kernel against copy bandwidth and plain torch
+    python tools/bench_samplers.py                    CPU: the step against diffusers' Euler step + three passes
+    python tools/bench_samplers.py --device cuda      CUDA: the fused kernel against copy bandwidth and the reference
     … --json out.json                                 the same numbers as JSON
 
 Needs torch only (`PYTHONPATH=packages/sde-samplers/src`), and diffusers for the CPU comparison. Random numbers are drawn
@@ -282,7 +282,7 @@ def cuda_clock(call: Callable[[], Any]) -> float:
 
 
 def correctness() -> dict[str, Any]:
-    """Fused against plain on the card, and both against float64 on the CPU: worst relative differences."""
+    """Fused against the reference on the card, and both against float64 on the CPU: worst relative differences."""
     worst = {
         "sample_bits_equal": True,
         "log_prob": 0.0,

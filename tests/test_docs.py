@@ -1,0 +1,66 @@
+"""The pages in docs/: short, linked, and complete where they promise to be."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+GROUPS = "actor|advantages|correction|forwards|pairs|perf|reward|rollout|sync|time|val"
+
+
+def documented():
+    """Patterns of the metrics that docs/metrics.md has; NAME in it stands for any word."""
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    names = re.findall(rf"`(step|(?:{GROUPS})/\w+)`", text)
+    return [re.compile(name.replace("NAME", "[a-z0-9_]+")) for name in names]
+
+
+def missing(names):
+    known = documented()
+    return sorted(name for name in names if not any(pattern.fullmatch(name) for pattern in known))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_a_page_is_short_and_linked(page):
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= 120
+    for place in ("README.md", "CONTRIBUTING.md"):
+        assert f"](docs/{page.name})" in (ROOT / place).read_text(encoding="utf-8"), (
+            f"{place} has no link to {page.name}"
+        )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_files_that_a_page_names_exist(page):
+    sources = [ROOT, *ROOT.glob("packages/*/src"), *ROOT.glob("packages/*/src/*"), *ROOT.glob("packages/*")]
+    for name in re.findall(r"`((?:\w[\w-]*/)*[\w-]+\.(?:py|md|yaml))`", page.read_text(encoding="utf-8")):
+        assert any((source / name).exists() for source in sources), f"{page.name} names {name}, which is nowhere"
+
+
+def test_every_metric_of_a_run_is_explained(finished_run):
+    folder, _ = finished_run
+    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows[-1]) > 60
+    assert missing({key for row in rows for key in row}) == []
+
+
+def test_every_metric_that_the_code_names_is_explained():
+    """Those of other algorithms and of other samplers too."""
+    found = set()
+    for source in [*ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("apps/*/src/**/*.py")]:
+        found |= set(re.findall(rf'"((?:{GROUPS})/[a-z0-9_]+)"', source.read_text(encoding="utf-8")))
+    assert len(found) > 60
+    assert missing(found) == []
+
+
+def test_a_metric_without_a_line_is_found():
+    assert missing(["actor/grad_norm", "actor/of_tomorrow", "val/anything_mean"]) == ["actor/of_tomorrow"]
+
+
+def test_every_metric_says_what_to_do():
+    lines = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in lines if line.startswith("| `")]
+    assert len(rows) > 35
+    assert all(len(row) == 3 and row[1] and (row[2].strip("| ") or "`step`" in row[0]) for row in rows)
