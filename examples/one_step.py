@@ -22,13 +22,14 @@ from image_rewards import RewardSample, load
 from model_specs import get_spec_for
 from peft import LoraConfig
 from ray_trainer.assets import builtin
-from sde_samplers import from_diffusers, initial_noise, replay, rollout, sample_generator
+from sde_samplers import SamplerSettings, from_diffusers, initial_noise, replay, rollout, sample_generator
 from torch import Tensor
 
 SEED, PROMPTS, GROUP = 0, 6, 16  # P and G
 SIZE, STEPS = 64, 6  # pixels, and K
 WINDOW = (0, 1)  # the steps that inject noise and are trained; the other four follow the ODE
 NOISE_LEVEL, CLIP, LEARNING_RATE = 0.7, 1e-3, 1e-3
+SETTINGS = SamplerSettings(SIZE, SIZE, STEPS, kind="flow_sde", noise_level=NOISE_LEVEL, window=WINDOW)
 
 
 def main(prompts_per_step: int = PROMPTS, group: int = GROUP, seed: int = SEED) -> dict[str, float]:
@@ -57,7 +58,7 @@ def main(prompts_per_step: int = PROMPTS, group: int = GROUP, seed: int = SEED) 
 
     def velocity(x: Tensor, sigma: Tensor) -> Tensor:
         """The network, as rollout and replay both call it: x [B, …], sigma [B] -> v [B, …]."""
-        return spec.velocity(transformer, x, sigma, cond, height=SIZE, width=SIZE)
+        return spec.velocity(transformer, x, sigma, cond, SETTINGS)
 
     def draw() -> tuple[Any, Tensor, list[dict[str, float]]]:
         """Pictures of the policy as it is now: their trajectory, scores [B], and what the scores are made of."""

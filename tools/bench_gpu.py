@@ -189,6 +189,13 @@ def make_payload(size: Size, folder: Path, version: int) -> Any:
     return LoRAPayload.build(tensors, alphas=2.0 * size.rank, version=version)
 
 
+def drawn_with(size: Size, **options: Any) -> Any:
+    """How the samples of a batch were drawn."""
+    from sde_samplers.settings import SamplerSettings
+
+    return SamplerSettings(size.pixels, size.pixels, 10, kind="flow_sde", noise_level=0.7, **options)
+
+
 def training_batch(samples: Any, size: Size, old: Any) -> Any:
     """A rollout's samples as an update takes them."""
     import torch
@@ -196,15 +203,8 @@ def training_batch(samples: Any, size: Size, old: Any) -> Any:
     data = samples.exclude("responses", "final_latents")
     data["advantages"] = torch.randn(len(samples), generator=torch.Generator().manual_seed(0))
     data["old_log_probs"] = old
-    options = {
-        "height": size.pixels,
-        "width": size.pixels,
-        "true_cfg_scale": 4.0,
-        "kind": "flow_sde",
-        "noise_level": 0.7,
-    }
-    for key, value in {**options, "micro_batch_size": size.micro}.items():
-        data.set_non_tensor(key, value)
+    data.set_non_tensor("settings", drawn_with(size, true_cfg_scale=4.0))
+    data.set_non_tensor("micro_batch_size", size.micro)
     return data
 
 
@@ -236,7 +236,7 @@ def tflop(size: Size, folder: Path, batch: int, text: int) -> float:
     from model_specs import get_spec_for
 
     config = json.loads((folder / "transformer/config.json").read_text())
-    return get_spec_for(str(folder)).flops(config, batch, size.pixels, size.pixels, text_tokens=text) / 1e12
+    return get_spec_for(str(folder)).flops(config, batch, drawn_with(size), text) / 1e12
 
 
 def plain(size: Size, folder: Path, report: Report) -> None:
@@ -555,9 +555,8 @@ def ranks(size: Size, folder: Path, report: Report) -> None:
         },
         batch_size=[count],
     )  # fmt: skip
-    options = {"height": size.pixels, "width": size.pixels, "kind": "flow_sde", "noise_level": 0.7}
-    for key, value in {**options, "micro_batch_size": size.micro}.items():
-        data.set_non_tensor(key, value)
+    data.set_non_tensor("settings", drawn_with(size))
+    data.set_non_tensor("micro_batch_size", size.micro)
     loss = DiffusionLoss(DiffusionLossConfig(clip_ratio=1e9))
     for what, fsdp_size in (("replicated", 1), ("sharded", -1)):
         engine = build_engine(size, folder, fsdp_size=fsdp_size)

@@ -140,11 +140,9 @@ class Model:
                 kind=settings.kind, noise_level=settings.noise_level, log_prob_form=default_form(settings.kind),
             )  # fmt: skip
             cond, negative = self.conditions(part), self.conditions(part, "negative_")
-            options = ("height", "width", "num_frames", "true_cfg_scale", "guidance_scale")
-            told = {name: getattr(settings, name) for name in options}
 
-            def velocity(x: Any, sigma: Any, c: Any = cond, n: Any = negative, options: Any = told) -> Any:
-                return self.trainer.spec.velocity(self.trainer.transformer, x, sigma, c, negative=n, **options)
+            def velocity(x: Any, sigma: Any, c: Any = cond, n: Any = negative, s: Any = settings) -> Any:
+                return self.trainer.spec.velocity(self.trainer.transformer, x, sigma, c, s, n)
 
             # The engine's means follow from its noise, which depends on seed, uid and index alone.
             generators = generators_of(batch)

@@ -19,6 +19,7 @@ from fsdp_diffusers_engine import (
     PPODiffusersFSDPEngine,
 )
 from fsdp_diffusers_engine.loading import whole, write_whole
+from sde_samplers import SamplerSettings
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -87,9 +88,8 @@ def batch_of(engine: PPODiffusersFSDPEngine, samples: int = 8, micro: int = 4, s
         },
         batch_size=[samples],
     )
-    settings = {"height": PIXELS, "width": PIXELS, "kind": "flow_sde", "noise_level": 0.7, "micro_batch_size": micro}
-    for key, value in settings.items():
-        data.set_non_tensor(key, value)
+    data.set_non_tensor("settings", SamplerSettings(PIXELS, PIXELS, 5, kind="flow_sde", noise_level=0.7, window=(0,)))
+    data.set_non_tensor("micro_batch_size", micro)
     return data[engine.layout.dp_rank :: engine.layout.dp_size]
 
 

@@ -30,9 +30,10 @@ from fsdp_diffusers_engine import (
     gather_outputs,
     reduce_metrics,
 )
-from fsdp_diffusers_engine.batch import sampling_meta
+from fsdp_diffusers_engine.batch import settings_of
 from fsdp_diffusers_engine.loading import whole, write_whole
 from fsdp_diffusers_engine.perf import measured_flops, mfu, training_flops
+from sde_samplers import SamplerSettings
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -77,9 +78,11 @@ def batch_of(engine: PPODiffusersFSDPEngine, args: argparse.Namespace) -> Tensor
         },
         batch_size=[args.samples],
     )
-    settings = {"height": args.pixels, "width": args.pixels, "kind": "flow_sde", "noise_level": 0.7}
-    for key, value in {**settings, "micro_batch_size": args.micro_batch}.items():
-        data.set_non_tensor(key, value)
+    settings = SamplerSettings(
+        args.pixels, args.pixels, 10, kind="flow_sde", noise_level=0.7, window=tuple(range(args.window))
+    )
+    data.set_non_tensor("settings", settings)
+    data.set_non_tensor("micro_batch_size", args.micro_batch)
     return data[engine.layout.dp_rank :: engine.layout.dp_size]
 
 
@@ -198,7 +201,7 @@ def main() -> None:
             first_norm = norm
             if comparing:
                 kept |= {f"step.{n}": on_cpu(p) - before[n] for n, p in engine.trainable.items()}
-    flops = training_flops(engine, rows, sampling_meta(data), args.tokens)
+    flops = training_flops(engine, rows, settings_of(data), args.tokens)
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if cuda else "cpu",
         "torch": torch.__version__,

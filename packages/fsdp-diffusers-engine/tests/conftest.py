@@ -24,12 +24,13 @@ from fsdp_diffusers_engine import (
     TrainingWorkerConfig,
     loading,
 )
+from sde_samplers.settings import SamplerSettings
 from tensordict import TensorDict
 
 DEVICE = os.environ.get("ENGINE_TEST_DEVICE", "cpu")
 """Where the ranks of ``test_engine_ranks.py`` compute: ``cpu`` or ``cuda``."""
 SIGMAS = (1.0, 0.8, 0.5, 0.0)
-META = {"height": 32, "width": 32, "kind": "flow_sde", "noise_level": 0.7, "micro_batch_size": 2}
+SETTINGS = SamplerSettings(height=32, width=32, num_inference_steps=3, kind="flow_sde", noise_level=0.7, window=(0, 1))
 
 
 def write_pipeline(folder: Path, index: dict[str, Any], **transformers: Any) -> Path:
@@ -111,8 +112,8 @@ def build_batch(shape: tuple[int, ...], count: int = 5, window: int = 2, seed: i
         },
         batch_size=[count],
     )
-    for key, value in META.items():
-        data.set_non_tensor(key, value)
+    data.set_non_tensor("settings", SETTINGS)
+    data.set_non_tensor("micro_batch_size", 2)
     return data
 
 

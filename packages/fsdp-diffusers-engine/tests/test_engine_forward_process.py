@@ -34,7 +34,7 @@ def velocities(engine: Any, data: Any, noise: torch.Tensor, sigma: torch.Tensor,
     for w in range(sigma.shape[1]):
         t = sigma[:, w].view(-1, 1, 1)
         x = (1 - t) * data["final_latents"] + t * noise[:, w]
-        call = lambda x=x, w=w: engine.spec.velocity(engine.module, x, sigma[:, w], cond, height=32, width=32)  # noqa: E731
+        call = lambda x=x, w=w: engine.spec.velocity(engine.module, x, sigma[:, w], cond, data["settings"])  # noqa: E731
         if state is None:
             out.append(call())
         else:

@@ -80,7 +80,7 @@ def test_given_reference_means_epochs_and_guidance(make_worker: Any, make_batch:
     data["negative_prompt_embeds"], data["negative_prompt_embeds_mask"] = (
         data[key].clone() for key in ("prompt_embeds", "prompt_embeds_mask")
     )
-    data.set_non_tensor("true_cfg_scale", 2.0)
+    data.set_non_tensor("settings", data["settings"].replace(true_cfg_scale=2.0))
     assert trained(worker, data) == (2 * 3 * W, 0)
 
 

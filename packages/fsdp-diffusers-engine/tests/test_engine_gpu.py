@@ -120,7 +120,7 @@ def test_bf16_base_replays_its_own_rollout(make_engine: Any, make_batch: Any, st
     cond = PromptEmbeds(data["prompt_embeds"].cuda(), data["prompt_embeds_mask"].cuda())
     with engine.eval_mode():
         path = rollout(
-            lambda x, s: engine.spec.velocity(engine.module, x, s, cond, height=32, width=32),
+            lambda x, s: engine.spec.velocity(engine.module, x, s, cond, data["settings"]),
             torch.randn(4, 4, 64, generator=torch.Generator().manual_seed(0)).cuda(),
             flow_match(4),
             noise_level=0.7,

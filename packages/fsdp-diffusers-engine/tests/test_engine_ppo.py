@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from diffusion_losses import DiffusionLossConfig, diffusion_loss
 from fsdp_diffusers_engine import DiffusionLoss, EngineError, embeds_padding_2_no_padding, gather_outputs, offload
+from fsdp_diffusers_engine.batch import settings_of
 from model_specs import PromptEmbeds
 from sde_samplers import flow_match, rollout, sample_generator, sde_step
+from tensordict import NonTensorStack
 
 LOSS = DiffusionLossConfig(clip_ratio=1e-3, ref_kl_coef=0.5)
 
@@ -38,12 +40,10 @@ def test_replay_agrees_with_the_rollout(make_engine: Any, make_batch: Any, stir:
     stir(engine)
     cond = PromptEmbeds(data["prompt_embeds"], data["prompt_embeds_mask"])
     negative = PromptEmbeds(torch.ones(4, 3, 64), torch.ones(4, 3, dtype=torch.bool))
-    schedule = flow_match(4)
+    schedule, settings = flow_match(4), data["settings"].replace(true_cfg_scale=cfg)
     with torch.no_grad():
         path = rollout(
-            lambda x, s: engine.spec.velocity(
-                engine.module, x, s, cond, negative=negative, true_cfg_scale=cfg, height=32, width=32
-            ),
+            lambda x, s: engine.spec.velocity(engine.module, x, s, cond, settings, negative),
             torch.randn(4, 4, 64, generator=torch.Generator().manual_seed(0)),
             schedule,
             noise_level=0.7,
@@ -54,7 +54,7 @@ def test_replay_agrees_with_the_rollout(make_engine: Any, make_batch: Any, stir:
         data[key] = getattr(path, key)
     data["sigmas"] = path.sigmas.expand(4, -1)
     data["negative_prompt_embeds"], data["negative_prompt_embeds_mask"] = negative.embeds, negative.mask
-    data.set_non_tensor("true_cfg_scale", cfg)
+    data.set_non_tensor("settings", settings)
     data.set_non_tensor("micro_batch_size", 4)
     assert float((log_probs(engine, data) - path.log_probs).abs().max()) == 0.0
     data.set_non_tensor("micro_batch_size", 3)
@@ -75,7 +75,7 @@ def test_gradient_is_that_of_the_whole_batch(make_engine: Any, make_batch: Any, 
         x, y = data["latents"][:, w], data["next_latents"][:, w]
 
         def step(x: Any = x, y: Any = y, t: float = t, u: float = u) -> Any:
-            v = engine.spec.velocity(engine.module, x, torch.full((5,), t), cond, height=32, width=32)
+            v = engine.spec.velocity(engine.module, x, torch.full((5,), t), cond, data["settings"])
             return sde_step(x, v, t, u, kind="flow_sde", noise_level=0.7, sigma_cap=0.8, prev_sample=y)
 
         ours = step()
@@ -171,8 +171,8 @@ def test_bad_batches_say_what_to_change(make_engine: Any, make_batch: Any) -> No
         (lambda d: d.pop("next_latents"), "next_latents"),
         (lambda d: d.pop("advantages"), "advantages"),
         (lambda d: d.set("step_index", d["step_index"][:, :1]), "must begin with"),
-        (lambda d: d.set_non_tensor("kind", "ode"), "no log-prob"),
-        (lambda d: d.set_non_tensor("height", None), "height"),
+        (lambda d: d.set_non_tensor("settings", d["settings"].replace(kind="ode", window=())), "no log-prob"),
+        (lambda d: d.pop("settings"), "SamplerSettings"),
         (lambda d: d.set_non_tensor("micro_batch_size", 0), "micro_batch_size"),
         (lambda d: None, "old_log_probs"),
     ]
@@ -267,15 +267,20 @@ def test_compiled_blocks_change_no_number(
     assert close(found[1], found[0], 1e-5)
 
 
-def test_settings_of_a_batch(make_engine: Any, make_batch: Any) -> None:
-    from fsdp_diffusers_engine.batch import plain, sampling_meta
-
+def test_settings_of_a_batch(make_batch: Any) -> None:
+    """One value for the batch, or one for each sample; rows may differ in their windows, and in nothing else."""
     data = make_batch(count=2)
-    data.set_non_tensor("true_cfg_scale", (4.0, 3.0))
-    meta = sampling_meta(data)
-    assert (meta.true_cfg_scale, meta.guided, meta.height) == ((4.0, 3.0), True, 32)
-    other = make_batch(count=2)
-    other.set_non_tensor("height", 64)
-    with pytest.raises(EngineError, match="different height"):
-        plain(torch.cat([data.exclude("true_cfg_scale"), other]), "height")
-    assert plain(torch.cat([data, data]), "height") == 32
+    settings = data["settings"]
+    assert settings_of(data) == settings_of(torch.cat([data, data])) == settings
+
+    def rows(**changes: Any) -> Any:
+        batch = make_batch(count=2)
+        batch["settings"] = NonTensorStack(settings, settings.replace(**changes))
+        return batch
+
+    assert settings_of(rows(window=(1, 2))) == settings
+    assert settings_of(rows(height=64)[:1]) == settings
+    with pytest.raises(EngineError, match="in height:"):
+        settings_of(rows(height=64))
+    with pytest.raises(EngineError, match="in kind, noise_level:"):
+        settings_of(torch.cat([data, rows(kind="flow_cps", noise_level=0.5)]))

@@ -152,14 +152,13 @@ def test_left_out_samples_make_smaller_mini_batches_not_fewer(make_worker: Any, 
 
 
 def test_counted_operations_follow_the_formula(make_engine: Any, make_batch: Any) -> None:
-    from fsdp_diffusers_engine.batch import sampling_meta
     from fsdp_diffusers_engine.forwards import Rows
     from fsdp_diffusers_engine.perf import mfu, peak_flops, training_flops
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     engine = make_engine(model={"enable_gradient_checkpointing": False}, engine={"peak_tflops": 2.0})
-    meta = sampling_meta(make_batch())
+    settings = make_batch()["settings"]
     math = sdpa_kernel(SDPBackend.MATH)  # the counter does not know the CPU's fused attention
     with FlopCounterMode(display=False) as counter, torch.no_grad(), engine.disable_adapter(), math:
         data = make_batch(count=3)
@@ -167,9 +166,9 @@ def test_counted_operations_follow_the_formula(make_engine: Any, make_batch: Any
         data.set_non_tensor("micro_batch_size", 3)
         engine.forward_backward_batch(data, None, forward_only=True)
     forward = counter.get_total_flops()
-    expected = training_flops(engine, Rows(3 * 2), meta, 7)  # a LoRA: forward and as much again for the activations
+    expected = training_flops(engine, Rows(3 * 2), settings, 7)  # a LoRA: forward and as much again for the activations
     assert expected == pytest.approx(2 * forward, rel=0.01)
-    assert training_flops(engine, Rows(3 * 2, 3 * 2), meta, 7) == pytest.approx(3 * forward, rel=0.01)
+    assert training_flops(engine, Rows(3 * 2, 3 * 2), settings, 7) == pytest.approx(3 * forward, rel=0.01)
     assert mfu(engine, 1e12, 1.0) == pytest.approx(0.5)
     assert peak_flops(torch.device("cpu"), torch.float32) > 1e8
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,13 @@ class Loaded:
     def multistep(self) -> bool:
         """Whether the stock solver's step is another one than Euler's."""
         return "Multistep" in type(self.scheduler).__name__
+
+    def velocity(
+        self, network: Any, x: Tensor, sigma: Tensor, cond: Any, *, negative: Any = None, **options: Any
+    ) -> Tensor:
+        """The spec's, for settings of these values and else without guidance."""
+        plain = {"num_frames": 1, "true_cfg_scale": 1.0, "guidance_scale": None}
+        return self.spec.velocity(network, x, sigma, cond, SimpleNamespace(**plain | options), negative)
 
     def record(self, **call: Any) -> Any:
         """Run the stock pipeline; its steps go to `steps`, its output array is returned."""

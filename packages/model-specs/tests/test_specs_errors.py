@@ -151,7 +151,7 @@ def test_velocity_refuses_what_does_not_fit(load: Callable[[str], Any]) -> None:
     x, sigma, size = torch.zeros(2, 16, 64), torch.ones(2), {"height": 64, "width": 64}
 
     def velocity(x: torch.Tensor, sigma: torch.Tensor, cond: PromptEmbeds, **options: Any) -> None:
-        loaded.spec.velocity(loaded.transformer, x, sigma, cond, **size, **options)
+        loaded.velocity(loaded.transformer, x, sigma, cond, **size, **options)
 
     velocity(x, sigma, cond, guidance_scale=1.0)
     with pytest.raises(SpecError, match=r"Latents \(2, 15, 64\) do not fit 64x64"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ def test_formula_equals_flop_counter(load: Callable[[str], Any], name: str) -> N
     cond = loaded.encoder.encode(["three red circles on a black background"], 64)
     x = torch.randn(2, *spec.latent_shape(**size))
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        spec.velocity(loaded.transformer, x, torch.full((2,), 0.9), cond, guidance_scale=3.5, **size)
-    formula = spec.flops(loaded.transformer.config, 2, **size, text_tokens=cond.embeds.shape[1])
+        loaded.velocity(loaded.transformer, x, torch.full((2,), 0.9), cond, guidance_scale=3.5, **size)
+    formula = spec.flops(loaded.transformer.config, 2, SimpleNamespace(**size), cond.embeds.shape[1])
     assert formula == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
@@ -41,7 +42,7 @@ def test_full_size_qwen_image_on_meta() -> None:
             encoder_hidden_states=torch.empty(1, 128, 3584, device="meta"),
             img_shapes=[[(1, 64, 64)]],
         )
-    formula = get_spec("qwen_image").flops({}, 1, 1024, 1024, text_tokens=128)
+    formula = get_spec("qwen_image").flops({}, 1, SimpleNamespace(height=1024, width=1024, num_frames=1), 128)
     assert formula == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
@@ -55,10 +56,8 @@ def test_defaults_are_the_published_models() -> None:
     """An empty config means the full-size model; the 5B's token-wise time embedding is counted where it is used."""
     for name, tokens in (("qwen_image", 128), ("sd3", 333), ("flux", 512), ("z_image", 96), ("wan", 512)):
         spec = get_spec(name)
-        frames = 81 if name == "wan" else 1
-        assert spec.flops({}, 2, 512, 512, frames, text_tokens=tokens) == pytest.approx(
-            2 * spec.flops({}, 1, 512, 512, frames, text_tokens=tokens)
-        )
+        size = SimpleNamespace(height=512, width=512, num_frames=81 if name == "wan" else 1)
+        assert spec.flops({}, 2, size, tokens) == pytest.approx(2 * spec.flops({}, 1, size, tokens))
 
 
 def test_5b_counts_time_per_token(tiny_folder: Callable[[str], Any]) -> None:

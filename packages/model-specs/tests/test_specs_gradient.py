@@ -30,7 +30,7 @@ def test_lora_on_every_target_gets_gradients(load: Callable[[str], Any], name: s
     loaded = load(name)
     x, sigma, cond, options = inputs(loaded)
     with torch.no_grad():
-        before = loaded.spec.velocity(loaded.transformer, x, sigma, cond, **options)
+        before = loaded.velocity(loaded.transformer, x, sigma, cond, **options)
     network = loaded.spec.load_transformer(loaded.folder).requires_grad_(False)
     network.add_adapter(
         peft.LoraConfig(r=2, lora_alpha=2, init_lora_weights="gaussian", target_modules=list(loaded.spec.lora_targets))
@@ -40,7 +40,7 @@ def test_lora_on_every_target_gets_gradients(load: Callable[[str], Any], name: s
     assert missing == []
     assert not any(key.startswith("proj_out") for key in named)  # the network's last layer is no target
 
-    velocity = loaded.spec.velocity(network, x, sigma, cond, **options)
+    velocity = loaded.velocity(network, x, sigma, cond, **options)
     torch.testing.assert_close(velocity.detach(), before, rtol=0, atol=1e-6)  # B starts at zero
     velocity.square().mean().backward()
     unused = [key for key, p in named.items() if "lora_B" in key and (p.grad is None or not p.grad.abs().sum() > 0)]
@@ -63,7 +63,7 @@ def test_guided_velocity_has_the_gradient_of_the_rescaled_mixture(load: Callable
     direction = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def loss() -> torch.Tensor:
-        velocity = loaded.spec.velocity(network, x, sigma, cond, negative=negative, true_cfg_scale=4.0, **options)
+        velocity = loaded.velocity(network, x, sigma, cond, negative=negative, true_cfg_scale=4.0, **options)
         return velocity.double().pow(3).sum()
 
     weight.requires_grad_(True)
@@ -85,7 +85,7 @@ def test_untrained_output_layer_gives_no_nan(load: Callable[[str], Any]) -> None
     torch.nn.init.zeros_(network.proj_out.bias)
     x, sigma, cond, options = inputs(loaded)
     negative = loaded.encoder.encode(["bad"], 32)
-    velocity = loaded.spec.velocity(network, x, sigma, cond, negative=negative, true_cfg_scale=4.0, **options)
+    velocity = loaded.velocity(network, x, sigma, cond, negative=negative, true_cfg_scale=4.0, **options)
     velocity.sum().backward()
     assert torch.equal(velocity, torch.zeros_like(velocity))
     assert torch.isfinite(network.proj_out.weight.grad).all()
@@ -101,10 +101,10 @@ def test_rows_do_not_depend_on_each_other(load: Callable[[str], Any], name: str)
     negative = loaded.encoder.encode(["bad"], 64)
     scale: dict[str, Any] = {"true_cfg_scale": 3.0}
     with torch.no_grad():
-        together = loaded.spec.velocity(loaded.transformer, x, sigma, cond, negative=negative, **scale, **options)
+        together = loaded.velocity(loaded.transformer, x, sigma, cond, negative=negative, **scale, **options)
         for i in range(3):
             row = [i]
-            alone = loaded.spec.velocity(
+            alone = loaded.velocity(
                 loaded.transformer, x[row], sigma[row], cond.index(row).trim(), negative=negative, **scale, **options
             )
             torch.testing.assert_close(together[row], alone, rtol=0, atol=2e-5)
@@ -117,15 +117,15 @@ def test_wan_rows_reach_their_expert_and_train_it_only(load: Callable[[str], Any
     sigma = torch.tensor([0.3, 0.875, 0.9])
     assert network.is_high(sigma * 1000).tolist() == [False, True, True]
     with torch.no_grad():
-        mixed = loaded.spec.velocity(network, x, sigma, cond, true_cfg_scale=(1.0, 1.0), **options)
+        mixed = loaded.velocity(network, x, sigma, cond, true_cfg_scale=(1.0, 1.0), **options)
         for i, expert in enumerate([network.transformer_2, network.transformer, network.transformer]):
-            alone = loaded.spec.velocity(expert, x[[i]], sigma[[i]], cond, **options)
+            alone = loaded.velocity(expert, x[[i]], sigma[[i]], cond, **options)
             torch.testing.assert_close(mixed[[i]], alone, rtol=0, atol=1e-5)
-    loaded.spec.velocity(network, x[:1], sigma[:1], cond, **options).sum().backward()
+    loaded.velocity(network, x[:1], sigma[:1], cond, **options).sum().backward()
     assert all(p.grad is None for p in network.transformer.parameters())
     assert any(p.grad is not None for p in network.transformer_2.parameters())
     with pytest.raises(SpecError, match="a pair is for a folder with two experts"):
-        loaded.spec.velocity(network.transformer, x, sigma, cond, true_cfg_scale=(1.0, 1.0), **options)
+        loaded.velocity(network.transformer, x, sigma, cond, true_cfg_scale=(1.0, 1.0), **options)
 
 
 def test_wan_missing_expert(load: Callable[[str], Any], tmp_path: Path) -> None:
@@ -159,9 +159,9 @@ def test_sharded_transformer_is_called_the_same(load: Callable[[str], Any], name
         if type(module).__name__ in (network._no_split_modules or ()):
             fully_shard(module)
     fully_shard(network)
-    velocity = loaded.spec.velocity(network, x, sigma, cond, **options)
+    velocity = loaded.velocity(network, x, sigma, cond, **options)
     with torch.no_grad():
-        expected = loaded.spec.velocity(loaded.transformer, x, sigma, cond, **options)
+        expected = loaded.velocity(loaded.transformer, x, sigma, cond, **options)
     torch.testing.assert_close(velocity.detach(), expected, rtol=0, atol=1e-5)
     velocity.square().mean().backward()
     assert any(p.grad is not None for p in network.parameters())
@@ -184,8 +184,8 @@ def test_fp32_shards_that_compute_in_bf16(load: Callable[[str], Any], name: str)
     assert compute_dtype(network) == torch.bfloat16
     assert next(network.parameters()).dtype == torch.float32
     with torch.no_grad():
-        velocity = loaded.spec.velocity(network, x, sigma, cond, **options)
-        expected = loaded.spec.velocity(loaded.transformer, x, sigma, cond, **options)
+        velocity = loaded.velocity(network, x, sigma, cond, **options)
+        expected = loaded.velocity(loaded.transformer, x, sigma, cond, **options)
     assert (velocity - expected).std() / expected.std() < 0.1
 
 
@@ -195,8 +195,8 @@ def test_bf16_network_takes_fp32_latents(load: Callable[[str], Any], name: str) 
     network = loaded.spec.load_transformer(loaded.folder, dtype=torch.bfloat16)
     x, sigma, cond, options = inputs(loaded)
     with torch.no_grad():
-        velocity = loaded.spec.velocity(network, x, sigma, cond, **options)
-        expected = loaded.spec.velocity(loaded.transformer, x, sigma, cond, **options)
+        velocity = loaded.velocity(network, x, sigma, cond, **options)
+        expected = loaded.velocity(loaded.transformer, x, sigma, cond, **options)
     assert velocity.dtype == torch.float32
     assert (velocity - expected).std() / expected.std() < 0.1
 
@@ -217,6 +217,6 @@ def test_empty_transformer_fills_from_its_folders(load: Callable[[str], Any], na
     network.load_state_dict(state, assign=True)
     x, sigma, cond, options = inputs(loaded)
     with torch.no_grad():
-        velocity = loaded.spec.velocity(network, x, sigma, cond, **options)
-        expected = loaded.spec.velocity(loaded.transformer, x, sigma, cond, **options)
+        velocity = loaded.velocity(network, x, sigma, cond, **options)
+        expected = loaded.velocity(loaded.transformer, x, sigma, cond, **options)
     torch.testing.assert_close(velocity, expected, rtol=0, atol=1e-5)

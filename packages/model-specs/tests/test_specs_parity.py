@@ -65,7 +65,7 @@ def run(loaded: Any, ours: dict[str, Any], theirs: dict[str, Any], height: int, 
     for i, step in enumerate(loaded.steps):
         assert sigmas[i] == step.sigma
         with torch.no_grad():
-            velocity = loaded.spec.velocity(
+            velocity = loaded.velocity(
                 loaded.transformer,
                 step.latents,
                 sigmas[i].expand(len(noise)),

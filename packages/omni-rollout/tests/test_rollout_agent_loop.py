@@ -51,6 +51,7 @@ def test_every_key_has_its_shape(requests, arithmetic_replica):
     assert torch.allclose(out["rm_scores"][:, 0], out["responses"].float().mean((1, 2, 3)))
     assert list(out["reward_errors"]) == [None] * 4
     assert list(out["metadata"])[2] == {"count": 1}
+    assert list(out["settings"]) == [request.settings for request in requests]
 
 
 def test_without_a_reward_there_are_no_scores(requests, arithmetic_replica):

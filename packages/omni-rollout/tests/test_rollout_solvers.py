@@ -109,7 +109,7 @@ def test_the_embedded_backend_uses_all_of_it(backend, make_request):
     cond = backend.encoder.encode([make_request().prompt], 512)
     start = initial_noise([sample_generator(7, "u0", 0)], (16, 64))
     alone = rollout(
-        lambda x, sigma: backend.spec.velocity(backend.transformer, x, sigma, cond, height=64, width=64),
+        lambda x, sigma: backend.spec.velocity(backend.transformer, x, sigma, cond, make_request().settings),
         start, backend._schedule(make_request().settings), kind="ode", solver="dpm2",
     )  # fmt: skip
     assert torch.allclose(nft["final_latents"], alone.final[0], atol=1e-4)

@@ -278,7 +278,7 @@ def test_an_engine_trajectory_replays_in_the_trainer(engine, backend, runner, re
     cond = backend.encoder.encode([r.prompt for r in requests], 512)
 
     def velocity(x, sigma):
-        return backend.spec.velocity(backend.transformer, x, sigma, cond, height=64, width=64)
+        return backend.spec.velocity(backend.transformer, x, sigma, cond, requests[0].settings)
 
     with torch.no_grad():
         steps = list(replay(velocity, trajectory, schedule))

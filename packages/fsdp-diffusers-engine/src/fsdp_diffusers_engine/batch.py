@@ -1,14 +1,12 @@
 """Reading what a training step needs out of a TensorDict, and cutting it into micro-batches without copies.
 
-Shapes: B samples, W trained steps, K sampler steps, S tokens, C channels. Settings of the sampler (``kind``,
-``noise_level``, ``height`` …) travel as non-tensor data of the batch, because they belong to the samples and not to the
-engine.
+Shapes: B samples, W trained steps, K sampler steps, S tokens, C channels. How the samples were drawn travels in the batch
+as its non-tensor entry ``settings``, because it belongs to the samples and not to the engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +16,7 @@ from .errors import EngineError, nearest
 
 if TYPE_CHECKING:
     from model_specs import PromptEmbeds
+    from sde_samplers.settings import SamplerSettings
     from tensordict import TensorDict
 
 
@@ -27,44 +26,6 @@ PROMPTS = tuple(
     for key in ("prompt_embeds", "prompt_embeds_mask", "pooled_prompt_embeds")
 )
 """Keys of the prompts' tensors."""
-
-
-@dataclass(frozen=True)
-class SamplingMeta:
-    """How the samples of a batch were made; the trainer's forward repeats it."""
-
-    height: int
-    """Pixels."""
-    width: int
-    """Pixels."""
-    num_frames: int = 1
-    true_cfg_scale: float | tuple[float, float] = 1.0
-    """Classifier-free guidance; 1 trains (and samples) with one forward per step. A pair (a tuple, in the batch) is for
-    models with two experts."""
-    guidance_scale: float | None = None
-    """Guidance that the model takes as an input (FLUX.1-dev); None where it takes none."""
-    kind: str = "flow_sde"
-    """Transition of a trained step, a name of ``sde_samplers.sde_step``."""
-    noise_level: float = 0.7
-    log_prob_form: str | None = None
-    """Convention of the log-probability; None is the kind's own."""
-
-    @property
-    def guided(self) -> bool:
-        """Whether a step costs two forwards."""
-        scale = self.true_cfg_scale
-        return max(scale) > 1 if isinstance(scale, tuple) else scale > 1
-
-    @property
-    def velocity_kwargs(self) -> dict[str, Any]:
-        """The part that ``ModelSpec.velocity`` takes."""
-        return {
-            "height": self.height,
-            "width": self.width,
-            "num_frames": self.num_frames,
-            "true_cfg_scale": self.true_cfg_scale,
-            "guidance_scale": self.guidance_scale,
-        }
 
 
 def plain(data: TensorDict | Mapping[str, Any], key: str, default: Any = None) -> Any:
@@ -90,13 +51,23 @@ def plain(data: TensorDict | Mapping[str, Any], key: str, default: Any = None) -
     return value
 
 
-def sampling_meta(data: TensorDict | Mapping[str, Any]) -> SamplingMeta:
-    """The batch's sampler settings; ``height`` and ``width`` are required."""
-    for key in ("height", "width"):
-        if plain(data, key) is None:
-            raise EngineError(f"the batch has no {key!r}; put the size in pixels into it as non-tensor data")
-    known = {key: plain(data, key) for key in SamplingMeta.__dataclass_fields__}
-    return SamplingMeta(**{key: value for key, value in known.items() if value is not None})
+def settings_of(data: TensorDict | Mapping[str, Any]) -> SamplerSettings:
+    """How the samples of the batch were drawn, which the trainer's forward repeats. They may differ in their windows alone
+    (``step_index`` has each sample's own)."""
+    if "settings" not in data.keys():  # noqa: SIM118
+        raise EngineError(
+            "the batch has no 'settings'; put the SamplerSettings that drew its samples into it as non-tensor data"
+        )
+    value = data["settings"]
+    rows = value if isinstance(value, list) else [getattr(value, "data", value)]
+    first: SamplerSettings = rows[0]
+    for other in {row.replace(window=first.window) for row in set(rows)} - {first}:
+        names = [name for name in first.__dataclass_fields__ if getattr(other, name) != getattr(first, name)]
+        raise EngineError(
+            f"settings differ within the batch, in {', '.join(names)}: {other} and {first}; send such samples in batches of "
+            f"their own"
+        )
+    return first
 
 
 def tensor(data: TensorDict | Mapping[str, Any], key: str, remedy: str) -> Tensor:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from . import adapters, checkpoint, loading, loop, offload, optim, sharding, weights
-from .batch import SamplingMeta
 from .config import MISSING, CheckpointConfig, DiffusionModelConfig, FSDPEngineConfig, FSDPOptimizerConfig
 from .determinism import make_deterministic
 from .errors import EngineError, EngineStateError
@@ -31,6 +30,7 @@ from .states import PolicyStatesMixin, WeightStates
 if TYPE_CHECKING:
     from diffusion_losses.config import DiffusionLossConfig
     from model_specs import ModelSpec, PromptEmbeds
+    from sde_samplers.settings import SamplerSettings
     from tensordict import TensorDict
 
     LossFunction = Callable[..., Any]
@@ -261,14 +261,19 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
         }
 
     def velocity(
-        self, latents: Tensor, sigma: Tensor, cond: PromptEmbeds, negative: PromptEmbeds | None, meta: SamplingMeta
+        self,
+        latents: Tensor,
+        sigma: Tensor,
+        cond: PromptEmbeds,
+        negative: PromptEmbeds | None,
+        settings: SamplerSettings,
     ) -> Tensor:
         """The transformer's velocity, [B, …] fp32; the same function that the rollout calls."""
         keep: AbstractContextManager[Any] = nullcontext()
         if self.engine_config.activation_offload and torch.is_grad_enabled():
             keep = offload.activations_on_cpu()
         with keep:
-            return self.spec.velocity(self.module, latents, sigma, cond, negative=negative, **meta.velocity_kwargs)
+            return self.spec.velocity(self.module, latents, sigma, cond, settings, negative)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Backward of one micro-batch; gradients cross ranks at the last one only (LoRA) or at each (full)."""

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import batch, loop, losses
-from .batch import SamplingMeta
 from .config import CheckpointConfig, DiffusionModelConfig, ForwardProcessConfig, FSDPEngineConfig, FSDPOptimizerConfig
 from .engine import DiffusersFSDPEngine
 from .errors import EngineError, nearest
 
 if TYPE_CHECKING:
     from diffusion_losses.config import DiffusionLossConfig
+    from sde_samplers.settings import SamplerSettings
     from tensordict import TensorDict
 
     from .engine import LossFunction
@@ -40,8 +40,8 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
     [K+1] for levels from the sampler's schedule. ``advantages`` [B] for NFT and AWM; for DPO the rows come in pairs
     (winner, loser, winner, loser, …: ``PairOutput.interleaved()``). What the loss's ``LossSpec.reads`` names of its own is
     [B, …], the same at every level. Optional ``mask`` [B] or [B, W]. Non-tensor data: ``noise_seed``
-    (different for every call that shall draw anew, equal on all ranks), ``micro_batch_size``, ``height``, ``width`` … as
-    :class:`~.batch.SamplingMeta`, optional ``global_count`` (elements; pairs for DPO).
+    (different for every call that shall draw anew, equal on all ranks), ``micro_batch_size``, ``settings`` (the
+    ``sde_samplers.SamplerSettings`` that drew the samples), optional ``global_count`` (elements; pairs for DPO).
 
     The old policy is the state ``old`` when the model has one, else the present weights (then no forward is spent).
 
@@ -66,7 +66,8 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
         self, data: TensorDict, config: DiffusionLossConfig | None, training: bool
     ) -> tuple[list[dict[str, Any]], int]:
         """Check the batch, draw noise and levels, cut: (micro-batches, number of noise levels)."""
-        meta = batch.sampling_meta(data)
+        # These losses match the conditional velocity, however the samples were drawn.
+        settings = batch.settings_of(data).replace(true_cfg_scale=1.0)
         x0 = batch.tensor(data, "final_latents", "the rollout writes it")
         batch.require_fp32(x0, "final_latents")
         pairs = config is not None and config.spec.paired
@@ -99,7 +100,7 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
         else:
             counted = count * steps if mask is None else float(mask.sum())
         micros = loop.cut(self, data, tensors, counted, unit=2 if pairs else 1)
-        return [{**micro, "meta": meta} for micro in micros], steps
+        return [{**micro, "settings": settings} for micro in micros], steps
 
     def draw(self, seed: int, x0: Tensor, sigmas: Tensor | None, pairs: bool) -> tuple[Tensor, Tensor]:
         """Noise [B, W, …] and levels [B, W] for this rank's rows of the batch, fp32 on the CPU."""
@@ -144,7 +145,7 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
         outputs: list[dict[str, Any]] = []
         for index, row in zip(indices, rows, strict=True):
             inputs = self.prepare_model_inputs(micro_batch, index)
-            velocity = self._velocity(inputs, micro_batch["meta"])
+            velocity = self._velocity(inputs, micro_batch["settings"])
             if forward_only:
                 target = inputs["noise"] - inputs["x0"]
                 return None, {"error": (velocity - target).square().flatten(1).mean(1), "sigma": inputs["sigma"]}
@@ -168,13 +169,13 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
         old = "old" if config.needs_old_velocity and "old" in self.model_config.policy_state_adapters else None
         for state in dict.fromkeys(name for name in (old, reference) if name is not None):
             with torch.no_grad(), self.use_adapter(state):
-                velocity = self._velocity(inputs, micro_batch["meta"])
+                velocity = self._velocity(inputs, micro_batch["settings"])
             found |= {"old_velocity": velocity} if state == old else {}
             found |= {"ref_velocity": velocity} if state == reference else {}
         return found
 
-    def _velocity(self, inputs: Mapping[str, Any], meta: SamplingMeta) -> Tensor:
-        return self.velocity(inputs["latents"], inputs["sigma"], inputs["cond"], inputs["negative"], meta)
+    def _velocity(self, inputs: Mapping[str, Any], settings: SamplerSettings) -> Tensor:
+        return self.velocity(inputs["latents"], inputs["sigma"], inputs["cond"], inputs["negative"], settings)
 
 
 def _levels(config: ForwardProcessConfig, table: Tensor | None, generator: torch.Generator) -> Tensor:

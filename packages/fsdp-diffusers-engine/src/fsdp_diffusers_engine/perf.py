@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .batch import SamplingMeta
 from .forwards import Rows
 
 if TYPE_CHECKING:
+    from model_specs import Sampling
+
     from .engine import DiffusersFSDPEngine
 
 # Dense bf16 matrix peaks in 1e12 operations per second, from the makers' data sheets; the longest matching name wins.
@@ -59,15 +60,14 @@ def measured_flops(kind: str, index: int, dtype: torch.dtype) -> float:
     return 2.0 * size**3 / best
 
 
-def training_flops(engine: DiffusersFSDPEngine, rows: Rows, meta: SamplingMeta, text_tokens: int) -> float:
+def training_flops(engine: DiffusersFSDPEngine, rows: Rows, settings: Sampling, text_tokens: int) -> float:
     """Operations of an update that forwarded ``rows``: one forward each, and a backward for those with a gradient.
 
     What activation checkpointing computes a second time is a cost and not work, so it is not counted.
     """
     from model_specs.flops import training_flops as with_backward
 
-    size = (meta.height, meta.width, meta.num_frames)
-    one: float = engine.spec.flops(engine.module.config, 1, *size, text_tokens=text_tokens)  # type: ignore[arg-type]
+    one: float = engine.spec.flops(engine.module.config, 1, settings, text_tokens)  # type: ignore[arg-type]
     return with_backward(one * rows.with_grad, full=not engine.lora) + one * rows.without_grad
 
 

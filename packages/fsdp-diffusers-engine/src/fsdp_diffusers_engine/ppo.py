@@ -18,12 +18,12 @@ from sde_samplers import sde_step
 from torch import Tensor
 
 from . import batch, loop, losses
-from .batch import SamplingMeta
 from .engine import DiffusersFSDPEngine
 from .errors import EngineError
 
 if TYPE_CHECKING:
     from diffusion_losses.config import DiffusionLossConfig
+    from sde_samplers.settings import SamplerSettings
     from tensordict import TensorDict
 
     from .engine import LossFunction
@@ -50,7 +50,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
     ``advantages`` [B] or [B, W], ``old_log_probs`` [B, W] (the rollout's own when absent), and what the loss needs of
     ``old_means``, ``ref_means`` [B, W, …], ``step_weights`` [B, W], ``mask`` [B] or [B, W] (which elements count), and the
     tensors that the loss's ``LossSpec.reads`` names beside these, [B] or [B, W, …].
-    Non-tensor data: ``micro_batch_size``, and the fields of :class:`~.batch.SamplingMeta`; optionally
+    Non-tensor data: ``micro_batch_size``, and ``settings``, the ``sde_samplers.SamplerSettings`` that drew it; optionally
     ``global_count``, the number of counted (sample, step) elements of the whole mini-batch over all ranks.
 
     A forward-only pass returns ``log_probs``, ``std`` [b, W] and ``means`` [b, W, …] per micro-batch.
@@ -60,7 +60,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         self, data: TensorDict, config: DiffusionLossConfig | None, training: bool
     ) -> tuple[list[dict[str, Any]], int]:
         """Check the batch, take what is needed of it, and cut it: (micro-batches, number of trained steps)."""
-        meta = batch.sampling_meta(data)
+        settings = batch.settings_of(data)
         for key in _TRAJECTORY:
             batch.tensor(data, key, "the rollout writes it; ask it for trajectories (return_trajectory=True)")
         for key in ("latents", "next_latents", "sigmas"):
@@ -90,7 +90,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         if config is not None and config.resolved_step_weighting == "noise_scale" and not config.needs_trajectory:
             losses.add_noise_scale_weights(tensors, data, self.device)
         counted = float(tensors["mask"].sum()) if "mask" in tensors else float(count * steps)
-        return [{**micro, "meta": meta} for micro in loop.cut(self, data, tensors, counted)], steps
+        return [{**micro, "settings": settings} for micro in loop.cut(self, data, tensors, counted)], steps
 
     def prepare_model_inputs(self, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
         """Inputs of trained step ``step``: latents [b, …], prompts, sigma [b], and the transition's three sigmas,
@@ -112,30 +112,31 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             "negative": micro_batch["negative"],
         }
 
-    def prepare_model_outputs(self, velocity: Tensor, inputs: Mapping[str, Any], meta: SamplingMeta) -> dict[str, Any]:
+    def prepare_model_outputs(
+        self, velocity: Tensor, inputs: Mapping[str, Any], settings: SamplerSettings
+    ) -> dict[str, Any]:
         """Score the stored transition: ``log_probs``, ``std`` [b], ``means``, ``velocity`` [b, …]."""
         step = sde_step(
             inputs["latents"],
             velocity,
             **inputs["transition"],
-            kind=meta.kind,  # type: ignore[arg-type]
-            noise_level=meta.noise_level,
+            kind=settings.kind,
+            noise_level=settings.noise_level,
             prev_sample=inputs["next_latents"],
-            log_prob_form=meta.log_prob_form,  # type: ignore[arg-type]
         )
         if step.log_prob is None:
             raise EngineError(
-                f"kind={meta.kind!r} with noise_level={meta.noise_level!r} has no log-probability; train on SDE steps "
+                f"kind={settings.kind!r} with noise_level={settings.noise_level!r} has no log-probability; train on SDE steps "
                 f"(kind 'flow_sde', 'flow_cps', … and noise_level > 0)"
             )
         return {"log_probs": step.log_prob, "means": step.mean, "std": step.std, "velocity": velocity}
 
     def replay_step(self, micro_batch: Mapping[str, Any], step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """(inputs, outputs) of one trained step under the policy that is active."""
-        meta: SamplingMeta = micro_batch["meta"]
+        settings: SamplerSettings = micro_batch["settings"]
         inputs = self.prepare_model_inputs(micro_batch, step)
-        velocity = self.velocity(inputs["latents"], inputs["sigma"], inputs["cond"], inputs["negative"], meta)
-        return inputs, self.prepare_model_outputs(velocity, inputs, meta)
+        velocity = self.velocity(inputs["latents"], inputs["sigma"], inputs["cond"], inputs["negative"], settings)
+        return inputs, self.prepare_model_outputs(velocity, inputs, settings)
 
     def forward_step(
         self, micro_batch: Mapping[str, Any], loss_function: LossFunction | None, forward_only: bool, step: int

@@ -221,7 +221,7 @@ class TrainingWorker:
     def _speed(self, data: TensorDict, seconds: float) -> dict[str, Statistic]:
         rows, samples = self.engine.forwards.take(), data.batch_size[0]
         train, no_grad = rows.per_sample(samples)
-        flops = perf.training_flops(self.engine, rows, batch.sampling_meta(data), batch.text_tokens(data))
+        flops = perf.training_flops(self.engine, rows, batch.settings_of(data), batch.text_tokens(data))
         return {
             "forwards/train": statistic("mean", train, samples),
             "forwards/no_grad": statistic("mean", no_grad, samples),

@@ -1,6 +1,6 @@
 """What a trainer or a sampler must know about one diffusers architecture, one file each."""
 
-from model_specs.base import ModelSpec
+from model_specs.base import ModelSpec, Sampling
 from model_specs.embeddings import PromptEmbeds, PromptEncoder
 from model_specs.errors import PromptTooLongError, SpecError, UnknownArchitectureError
 from model_specs.flops import training_flops
@@ -19,6 +19,7 @@ __all__ = [
     "PromptTooLongError",
     "QwenImageSpec",
     "SD3Spec",
+    "Sampling",
     "SpecError",
     "UnknownArchitectureError",
     "WanSpec",

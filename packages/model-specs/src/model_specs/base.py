@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,31 @@ from torch import Tensor, nn
 from model_specs.embeddings import PromptEmbeds, PromptEncoder
 from model_specs.errors import SpecError
 from model_specs.folders import component, has_part, load_diffusers, load_part, read_json
+
+
+class Sampling(Protocol):
+    """What a network must know of how its samples are drawn. `sde_samplers.SamplerSettings` is one; so is any object with these."""
+
+    @property
+    def height(self) -> int:
+        """Pixels."""
+
+    @property
+    def width(self) -> int:
+        """Pixels."""
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of the video, 1 for images."""
+
+    @property
+    def true_cfg_scale(self) -> float | tuple[float, float]:
+        """Weight w of classifier-free guidance, negative + w * (positive - negative); 1 is off, and costs one prediction instead
+        of two. A pair is for networks with two experts."""
+
+    @property
+    def guidance_scale(self) -> float | None:
+        """The number fed into networks that were distilled with guidance (FLUX.1-dev), else None."""
 
 
 class ModelSpec(ABC):
@@ -198,13 +223,8 @@ class ModelSpec(ABC):
         latents: Tensor,
         sigma: Tensor,
         cond: PromptEmbeds,
-        *,
+        settings: Sampling,
         negative: PromptEmbeds | None = None,
-        true_cfg_scale: float = 1.0,
-        guidance_scale: float | None = None,
-        height: int,
-        width: int,
-        num_frames: int = 1,
     ) -> Tensor:
         """Velocity at `sigma`, with gradient.
 
@@ -213,11 +233,8 @@ class ModelSpec(ABC):
             latents: [B, ...] fp32, the shape of `latent_shape`. Cast to the transformer's dtype inside.
             sigma: [B] fp32 in [0, 1].
             cond: the prompts, one row per sample or one for all.
-            negative: the negative prompts; used when `true_cfg_scale` asks for guidance.
-            true_cfg_scale: weight w of classifier-free guidance, negative + w * (positive - negative); 1 is off, and
-                costs one prediction instead of two.
-            guidance_scale: the number fed into networks that were distilled with guidance (FLUX.1-dev), else None.
-            height, width: pixels; num_frames: frames of the video, 1 for images.
+            settings: size and guidance.
+            negative: the negative prompts; used when `settings.true_cfg_scale` asks for guidance.
 
         Returns:
             [B, ...] fp32.
@@ -230,34 +247,37 @@ class ModelSpec(ABC):
     def decode(self, vae: nn.Module, latents: Tensor, *, height: int, width: int, num_frames: int = 1) -> Tensor:
         """Clean latents [B, ...] to pixels, no gradient: uint8 [B, 3, H, W], or [B, T, 3, H, W] for T > 1 frames."""
 
-    def flops(
-        self,
-        config: Mapping[str, Any],
-        batch: int,
-        height: int,
-        width: int,
-        num_frames: int = 1,
-        *,
-        text_tokens: int,
-    ) -> float:
+    def flops(self, config: Mapping[str, Any], batch: int, settings: Sampling, text_tokens: int) -> float:
         """Operations of one forward of the transformer (one prediction: double it under true guidance).
 
         Args:
             config: the transformer's config, `transformer.config` or the content of its config.json. Fields that are
                 missing take the published full-size model's value.
-            batch: samples; height, width, num_frames: pixels and frames; text_tokens: prompt tokens with padding.
+            batch: samples; settings: size; text_tokens: prompt tokens with padding.
         """
         raise SpecError(f"{self.name} has no count of operations: implement `flops` in {type(self).__name__}.")
 
     # ------------------------------------------------------------------ helpers for subclasses
 
-    def guiding_prompts(self, negative: PromptEmbeds | None, true_cfg_scale: float) -> PromptEmbeds | None:
+    def guiding_prompts(self, negative: PromptEmbeds | None, settings: Sampling) -> tuple[PromptEmbeds | None, float]:
+        """The negative prompts if the settings ask for guidance, else None, and its scale, one number.
+
+        Raises:
+            SpecError: guidance without negative prompts, or a scale for each of two experts, which this network has not.
+        """
+        scale = settings.true_cfg_scale
+        if isinstance(scale, tuple):
+            raise SpecError(f"true_cfg_scale={scale!r}: a pair is for a folder with two experts.")
+        return self.negative_for(negative, scale), scale
+
+    @staticmethod
+    def negative_for(negative: PromptEmbeds | None, scale: float) -> PromptEmbeds | None:
         """The negative prompts if the scale asks for guidance, else None; SpecError when it asks and there are none."""
-        if true_cfg_scale <= 1:
+        if scale <= 1:
             return None
         if negative is None:
             raise SpecError(
-                f"true_cfg_scale={true_cfg_scale!r} needs negative prompts and got none: encode a negative prompt "
+                f"true_cfg_scale={scale!r} needs negative prompts and got none: encode a negative prompt "
                 "(an empty one will do) or set true_cfg_scale=1."
             )
         return negative

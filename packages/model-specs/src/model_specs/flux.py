@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from model_specs import flops
-from model_specs.base import ModelSpec
+from model_specs.base import ModelSpec, Sampling
 from model_specs.common import compute_dtype, config_of, dynamic_shift, linear_sigmas, timestep_of, unpack
 from model_specs.embeddings import PromptEmbeds, PromptEncoder, check_length
 from model_specs.errors import SpecError
@@ -83,26 +83,21 @@ class FluxSpec(ModelSpec):
         latents: Tensor,
         sigma: Tensor,
         cond: PromptEmbeds,
-        *,
+        settings: Sampling,
         negative: PromptEmbeds | None = None,
-        true_cfg_scale: float = 1.0,
-        guidance_scale: float | None = None,
-        height: int,
-        width: int,
-        num_frames: int = 1,
     ) -> Tensor:
-        self.check_latents(latents, sigma, height, width, num_frames)
+        self.check_latents(latents, sigma, settings.height, settings.width, settings.num_frames)
         batch, dtype, device = latents.shape[0], compute_dtype(transformer), latents.device
         guidance = None
         if config_of(transformer).guidance_embeds:
-            if guidance_scale is None:
+            if settings.guidance_scale is None:
                 raise SpecError(
                     "This FLUX.1 network was distilled with guidance and got guidance_scale=None: give a number "
                     "(the published default is 3.5)."
                 )
-            guidance = torch.full((batch,), guidance_scale, device=device, dtype=torch.float32)
+            guidance = torch.full((batch,), settings.guidance_scale, device=device, dtype=torch.float32)
         x_BSC, timestep = latents.to(dtype), timestep_of(sigma) / 1000
-        image_ids = grid_ids(height // self.size_multiple, width // self.size_multiple, device)
+        image_ids = grid_ids(settings.height // self.size_multiple, settings.width // self.size_multiple, device)
 
         def predict(prompts: PromptEmbeds) -> Tensor:
             prompts = self.unpadded(prompts).expand(batch)
@@ -117,28 +112,19 @@ class FluxSpec(ModelSpec):
                 return_dict=False,
             )[0].float()
 
-        guiding = self.guiding_prompts(negative, true_cfg_scale)
+        guiding, scale = self.guiding_prompts(negative, settings)
         positive = predict(cond)
         if guiding is None:
             return positive
         other = predict(guiding)
-        return other + true_cfg_scale * (positive - other)
+        return other + scale * (positive - other)
 
     def decode(self, vae: nn.Module, latents: Tensor, *, height: int, width: int, num_frames: int = 1) -> Tensor:
         self.check_latents(latents, latents.new_zeros(latents.shape[0]), height, width, num_frames)
         return decode_images(vae, unpack(latents, height // self.vae_factor, width // self.vae_factor), height * width)
 
-    def flops(
-        self,
-        config: Mapping[str, Any],
-        batch: int,
-        height: int,
-        width: int,
-        num_frames: int = 1,
-        *,
-        text_tokens: int,
-    ) -> float:
-        S, _ = self.latent_shape(height, width, num_frames)
+    def flops(self, config: Mapping[str, Any], batch: int, settings: Sampling, text_tokens: int) -> float:
+        S, _ = self.latent_shape(settings.height, settings.width, settings.num_frames)
         D = config.get("num_attention_heads", 24) * config.get("attention_head_dim", 128)
         both, channels = batch * (S + text_tokens), config.get("in_channels", 64)
         joint = flops.attention(batch, S + text_tokens, S + text_tokens, D)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from model_specs import flops
-from model_specs.base import ModelSpec
+from model_specs.base import ModelSpec, Sampling
 from model_specs.common import (
     compute_dtype,
     config_of,
@@ -90,22 +90,17 @@ class QwenImageSpec(ModelSpec):
         latents: Tensor,
         sigma: Tensor,
         cond: PromptEmbeds,
-        *,
+        settings: Sampling,
         negative: PromptEmbeds | None = None,
-        true_cfg_scale: float = 1.0,
-        guidance_scale: float | None = None,
-        height: int,
-        width: int,
-        num_frames: int = 1,
     ) -> Tensor:
-        self.check_latents(latents, sigma, height, width, num_frames)
+        self.check_latents(latents, sigma, settings.height, settings.width, settings.num_frames)
         batch, dtype = latents.shape[0], compute_dtype(transformer)
-        cells = (1, height // self.size_multiple, width // self.size_multiple)
+        cells = (1, settings.height // self.size_multiple, settings.width // self.size_multiple)
         guidance = None
         if config_of(transformer).guidance_embeds:
-            if guidance_scale is None:
+            if settings.guidance_scale is None:
                 raise SpecError("This Qwen-Image network was distilled with guidance: give guidance_scale.")
-            guidance = torch.full((batch,), guidance_scale, device=latents.device, dtype=torch.float32)
+            guidance = torch.full((batch,), settings.guidance_scale, device=latents.device, dtype=torch.float32)
         x_BSC, timestep = latents.to(dtype), timestep_of(sigma) / 1000
 
         def predict(prompts: PromptEmbeds) -> Tensor:
@@ -120,12 +115,12 @@ class QwenImageSpec(ModelSpec):
                 return_dict=False,
             )[0].float()
 
-        guiding = self.guiding_prompts(negative, true_cfg_scale)
+        guiding, scale = self.guiding_prompts(negative, settings)
         positive = predict(cond)
         if guiding is None:
             return positive
         other = predict(guiding)
-        mixed = other + true_cfg_scale * (positive - other)
+        mixed = other + scale * (positive - other)
         # The stock pipeline gives the mixture the length that the positive prediction has, token by token. The floor
         # changes nothing but 0/0, which an untrained network with a zero output layer runs into.
         length = mixed.norm(dim=-1, keepdim=True).clamp_min(1e-20)
@@ -144,17 +139,8 @@ class QwenImageSpec(ModelSpec):
             pictures.append(to_uint8(decode_frame(vae, z_BCTHW / inverse + mean)))
         return torch.cat(pictures)
 
-    def flops(
-        self,
-        config: Mapping[str, Any],
-        batch: int,
-        height: int,
-        width: int,
-        num_frames: int = 1,
-        *,
-        text_tokens: int,
-    ) -> float:
-        S, _ = self.latent_shape(height, width, num_frames)
+    def flops(self, config: Mapping[str, Any], batch: int, settings: Sampling, text_tokens: int) -> float:
+        S, _ = self.latent_shape(settings.height, settings.width, settings.num_frames)
         D = config.get("num_attention_heads", 24) * config.get("attention_head_dim", 128)
         patch = config.get("patch_size", 2) ** 2 * (config.get("out_channels", 16) or config.get("in_channels", 64))
         both = batch * (S + text_tokens)

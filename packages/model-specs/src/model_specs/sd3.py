@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model_specs import flops
-from model_specs.base import ModelSpec
+from model_specs.base import ModelSpec, Sampling
 from model_specs.common import compute_dtype, dynamic_shift, timestep_of
 from model_specs.embeddings import PromptEmbeds, PromptEncoder, check_length
 from model_specs.errors import SpecError
@@ -88,17 +88,12 @@ class SD3Spec(ModelSpec):
         latents: Tensor,
         sigma: Tensor,
         cond: PromptEmbeds,
-        *,
+        settings: Sampling,
         negative: PromptEmbeds | None = None,
-        true_cfg_scale: float = 1.0,
-        guidance_scale: float | None = None,
-        height: int,
-        width: int,
-        num_frames: int = 1,
     ) -> Tensor:
-        self.check_latents(latents, sigma, height, width, num_frames)
+        self.check_latents(latents, sigma, settings.height, settings.width, settings.num_frames)
         batch, dtype = latents.shape[0], compute_dtype(transformer)
-        guiding = self.guiding_prompts(negative, true_cfg_scale)
+        guiding, scale = self.guiding_prompts(negative, settings)
         prompts, x_BCHW, timestep = self.unpadded(cond).expand(batch), latents.to(dtype), timestep_of(sigma)
         if guiding is not None:
             prompts = self.unpadded(PromptEmbeds.cat([guiding.expand(batch), prompts]))
@@ -113,24 +108,15 @@ class SD3Spec(ModelSpec):
         if guiding is None:
             return predicted
         other, positive = predicted.chunk(2)
-        return other + true_cfg_scale * (positive - other)
+        return other + scale * (positive - other)
 
     def decode(self, vae: nn.Module, latents: Tensor, *, height: int, width: int, num_frames: int = 1) -> Tensor:
         self.check_latents(latents, latents.new_zeros(latents.shape[0]), height, width, num_frames)
         return decode_images(vae, latents, height * width)
 
-    def flops(
-        self,
-        config: Mapping[str, Any],
-        batch: int,
-        height: int,
-        width: int,
-        num_frames: int = 1,
-        *,
-        text_tokens: int,
-    ) -> float:
+    def flops(self, config: Mapping[str, Any], batch: int, settings: Sampling, text_tokens: int) -> float:
         # Defaults: SD3.5 Medium (text tokens: 77 of CLIP plus those of T5).
-        channels, rows, columns = self.latent_shape(height, width, num_frames)
+        channels, rows, columns = self.latent_shape(settings.height, settings.width, settings.num_frames)
         patch = config.get("patch_size", 2) ** 2
         S, L = rows * columns // patch, config.get("num_layers", 24)
         D = config.get("num_attention_heads", 24) * config.get("attention_head_dim", 64)

@@ -11,7 +11,7 @@ flow-match Euler scheduler it sees sigma itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from model_specs import flops
-from model_specs.base import ModelSpec
+from model_specs.base import ModelSpec, Sampling
 from model_specs.common import compute_dtype, split_batch, timestep_of, to_uint8, whole_timestep_of
 from model_specs.embeddings import PromptEmbeds, PromptEncoder, check_length
 from model_specs.errors import SpecError
@@ -154,26 +154,22 @@ class WanSpec(ModelSpec):
         latents: Tensor,
         sigma: Tensor,
         cond: PromptEmbeds,
-        *,
+        settings: Sampling,
         negative: PromptEmbeds | None = None,
-        true_cfg_scale: float | Sequence[float] = 1.0,
-        guidance_scale: float | None = None,
-        height: int,
-        width: int,
-        num_frames: int = 1,
     ) -> Tensor:
-        self.check_latents(latents, sigma, height, width, num_frames)
+        self.check_latents(latents, sigma, settings.height, settings.width, settings.num_frames)
         batch, dtype = latents.shape[0], compute_dtype(transformer)
-        scales = [true_cfg_scale] if isinstance(true_cfg_scale, int | float) else list(true_cfg_scale)
-        guiding = self.guiding_prompts(negative, max(scales))
+        cfg = settings.true_cfg_scale
+        guiding = self.negative_for(negative, max(cfg) if isinstance(cfg, tuple) else cfg)
         x_BCTHW = latents.to(dtype)
         timestep = whole_timestep_of(sigma) if self.whole_timesteps else timestep_of(sigma)
-        scale: float | Tensor = scales[0]
-        if len(scales) > 1:
-            if len(scales) != 2 or not hasattr(transformer, "is_high"):
-                raise SpecError(f"true_cfg_scale={true_cfg_scale!r}: a pair is for a folder with two experts.")
+        if isinstance(cfg, tuple):
+            if not hasattr(transformer, "is_high"):
+                raise SpecError(f"true_cfg_scale={cfg!r}: a pair is for a folder with two experts.")
             high = transformer.is_high(timestep)  # type: ignore[operator]
-            scale = torch.where(high, scales[0], scales[1]).view(-1, 1, 1, 1, 1)
+            scale: float | Tensor = torch.where(high, *cfg).view(-1, 1, 1, 1, 1)
+        else:
+            scale = cfg
         if self.pipeline_config.get("expand_timesteps", False):
             # The 5B takes a timestep per token (so that images can be given as clean frames); here all are equal.
             _, frames, rows, columns = latents.shape[1:]
@@ -205,17 +201,8 @@ class WanSpec(ModelSpec):
         result = torch.cat(videos).contiguous()
         return result[:, 0] if num_frames == 1 else result
 
-    def flops(
-        self,
-        config: Mapping[str, Any],
-        batch: int,
-        height: int,
-        width: int,
-        num_frames: int = 1,
-        *,
-        text_tokens: int,
-    ) -> float:
-        channels, frames, rows, columns = self.latent_shape(height, width, num_frames)
+    def flops(self, config: Mapping[str, Any], batch: int, settings: Sampling, text_tokens: int) -> float:
+        channels, frames, rows, columns = self.latent_shape(settings.height, settings.width, settings.num_frames)
         per_patch = config.get("patch_size", (1, 2, 2))[1] * config.get("patch_size", (1, 2, 2))[2]
         S, N = frames * rows * columns // per_patch, text_tokens
         D = config.get("num_attention_heads", 40) * config.get("attention_head_dim", 128)

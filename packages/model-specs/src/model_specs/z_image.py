@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from model_specs import flops
-from model_specs.base import ModelSpec
+from model_specs.base import ModelSpec, Sampling
 from model_specs.common import compute_dtype, dynamic_shift, timestep_of
 from model_specs.embeddings import PromptEmbeds, PromptEncoder, check_length
 from model_specs.folders import load_part
@@ -75,17 +75,12 @@ class ZImageSpec(ModelSpec):
         latents: Tensor,
         sigma: Tensor,
         cond: PromptEmbeds,
-        *,
+        settings: Sampling,
         negative: PromptEmbeds | None = None,
-        true_cfg_scale: float = 1.0,
-        guidance_scale: float | None = None,
-        height: int,
-        width: int,
-        num_frames: int = 1,
     ) -> Tensor:
-        self.check_latents(latents, sigma, height, width, num_frames)
+        self.check_latents(latents, sigma, settings.height, settings.width, settings.num_frames)
         batch, dtype = latents.shape[0], compute_dtype(transformer)
-        guiding = self.guiding_prompts(negative, true_cfg_scale)
+        guiding, scale = self.guiding_prompts(negative, settings)
         prompts = cond.expand(batch).rows(dtype)
         x_BCTHW, time = latents.to(dtype).unsqueeze(2), (1000.0 - timestep_of(sigma)) / 1000
         if guiding is not None:
@@ -96,23 +91,14 @@ class ZImageSpec(ModelSpec):
         if guiding is None:
             return -predicted
         positive, other = predicted.chunk(2)
-        return -(positive + (true_cfg_scale - 1.0) * (positive - other))
+        return -(positive + (scale - 1.0) * (positive - other))
 
     def decode(self, vae: nn.Module, latents: Tensor, *, height: int, width: int, num_frames: int = 1) -> Tensor:
         self.check_latents(latents, latents.new_zeros(latents.shape[0]), height, width, num_frames)
         return decode_images(vae, latents, height * width)
 
-    def flops(
-        self,
-        config: Mapping[str, Any],
-        batch: int,
-        height: int,
-        width: int,
-        num_frames: int = 1,
-        *,
-        text_tokens: int,
-    ) -> float:
-        channels, rows, columns = self.latent_shape(height, width, num_frames)
+    def flops(self, config: Mapping[str, Any], batch: int, settings: Sampling, text_tokens: int) -> float:
+        channels, rows, columns = self.latent_shape(settings.height, settings.width, settings.num_frames)
         D, time = config.get("dim", 3840), min(config.get("dim", 3840), 256)
         S, N = (-(-count // TOKEN_MULTIPLE) * TOKEN_MULTIPLE for count in (rows * columns // 4, text_tokens))
 

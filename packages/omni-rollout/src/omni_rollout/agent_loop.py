@@ -41,8 +41,8 @@ class DiffusionAgentLoopWorker:
         """Draw and score every request.
 
         Returns:
-            TensorDict [B] in the order of the requests: the keys of `samples`; seed, index int64 [B]; uid, prompt and metadata
-            as lists; with a reward also rm_scores fp32 [B, 1], and `reward_components` and `reward_errors` as lists.
+            TensorDict [B] in the order of the requests: the keys of `samples`; seed, index int64 [B]; uid, prompt, metadata
+            and settings as lists; with a reward also rm_scores fp32 [B, 1], and `reward_components` and `reward_errors` as lists.
 
         Raises:
             RolloutError: a sample could not be drawn; the others are cancelled, none is dropped in silence.
@@ -86,6 +86,7 @@ def _describe(batch: TensorDict, requests: Sequence[GenerationRequest]) -> None:
     batch["uid"] = NonTensorStack(*(request.uid for request in requests))
     batch["prompt"] = NonTensorStack(*(request.prompt for request in requests))
     batch["metadata"] = NonTensorStack(*(dict(request.metadata) for request in requests))
+    batch["settings"] = NonTensorStack(*(request.settings for request in requests))
 
 
 def _add_scores(batch: TensorDict, results: Sequence[tuple[float, dict[str, float], str | None]]) -> None:

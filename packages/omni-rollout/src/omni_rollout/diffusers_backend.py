@@ -144,15 +144,12 @@ class DiffusersBackend:
         generators = generators_of(batch)
         shape = self.spec.latent_shape(settings.height, settings.width, settings.num_frames)
         x = start_noise(batch, generators, shape).to(self.device)
-        options = {"true_cfg_scale": settings.true_cfg_scale, "guidance_scale": settings.guidance_scale}
         ids = {request.request_id for request in batch}
 
         def velocity(x_t: Tensor, sigma: Tensor) -> Tensor:
             if ids & self._aborted:
                 raise AbortedError(f"{len(ids & self._aborted)} of {len(ids)} samples of a batch were cancelled.")
-            return self.spec.velocity(
-                self.transformer, x_t, sigma, cond, negative=negative, **options, **_size(settings)
-            )
+            return self.spec.velocity(self.transformer, x_t, sigma, cond, settings, negative)
 
         start, part = settings.start_step, schedule
         if start:  # an edit: the given picture, noised to the level at which the run begins

@@ -50,16 +50,11 @@ def resolve_settings(
     source = config.val_kwargs if validate else config
     pipeline, algo = source.pipeline, source.algo
     window = window_steps(algo, pipeline.num_inference_steps, training_step)
-    shared = [name for name in SamplerSettings.__dataclass_fields__ if hasattr(pipeline, name)]
+    names = SamplerSettings.__dataclass_fields__
+    values = {name: getattr(part, name) for part in (pipeline, algo) for name in names if hasattr(part, name)}
+    if not window:
+        values |= {"kind": "ode", "noise_level": 0.0}
     try:
-        return SamplerSettings(
-            **{name: getattr(pipeline, name) for name in shared},
-            kind=algo.kind if window else "ode",
-            noise_level=algo.noise_level if window else 0.0,
-            window=window,
-            solver=algo.solver,  # type: ignore[arg-type]  # checked by the config
-            tail_ratio=algo.tail_ratio,
-            shared_noise=algo.shared_noise,
-        )
+        return SamplerSettings(**values, window=window)
     except SamplerError as error:
         raise RolloutConfigError(str(error)) from error

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,15 +99,15 @@ class ActorRolloutRefWorker:
 
     def compute_log_prob(self, data: TensorDict) -> TensorDict:
         """`log_probs` [B, W] and `means` [B, W, …] of the stored transitions under the present weights."""
-        return self.trainer.compute_log_prob(self._with_settings(data))
+        return self.trainer.compute_log_prob(data)
 
     def compute_ref_log_prob(self, data: TensorDict) -> TensorDict:
         """The same under the base policy: the same weights with the adapter off."""
-        return self.trainer.compute_log_prob(self._with_settings(data), adapter="reference")
+        return self.trainer.compute_log_prob(data, adapter="reference")
 
     def update_actor(self, data: TensorDict, step: int) -> dict[str, Statistic]:
         """The optimizer steps of training step `step` on this process's rows; metrics in the form that pools over ranks."""
-        data = self._with_settings(data)
+        data = data.copy()
         data.set_non_tensor("global_step", step)
         # As many as a whole batch has, also where rows were left out: what published codes do, and what the schedule expects.
         data.set_non_tensor("mini_batches", updates_per_step(self.config) // self.config.actor.ppo_epochs)
@@ -117,21 +116,6 @@ class ActorRolloutRefWorker:
     def take_forwards(self) -> dict[str, float]:
         """Transformer rows per sample that `compute_log_prob` and `compute_ref_log_prob` spent since the last call."""
         return self.trainer.take_forwards()
-
-    def _with_settings(self, data: TensorDict) -> TensorDict:
-        """The batch with the sampler's settings, which the engine's forward repeats."""
-        rollout = self.config.rollout
-        data = data.copy()
-        for key, value in asdict(rollout.pipeline).items():
-            if value is not None:
-                data.set_non_tensor(key, value)
-        if not self.config.actor.diffusion_loss.spec.replays:
-            data.set_non_tensor(
-                "true_cfg_scale", 1.0
-            )  # these losses match the conditional velocity, however it was sampled
-        data.set_non_tensor("kind", rollout.algo.kind)
-        data.set_non_tensor("noise_level", rollout.algo.noise_level)
-        return data
 
     # ---- sync, checkpoints, export ---------------------------------------------------------------------------------------
 
