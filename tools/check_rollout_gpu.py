@@ -247,9 +247,9 @@ class Model:
 
     async def full_weights(self) -> dict[str, Any]:
         """Every tensor replaced, LoRA layers in place, proven by checksum."""
-        from omni_rollout.weights import base_tensors, content_sum
+        from lora_sync import base_weights, content_sum
 
-        named = {name: value.detach() * 1.01 for name, value in base_tensors(self.trainer.transformer).items()}
+        named = {name: value * 1.01 for name, value in base_weights(self.trainer.transformer)}
         start = time.perf_counter()
         receipt = await self.server.update_weights(named.items(), version=20)
         seconds = time.perf_counter() - start

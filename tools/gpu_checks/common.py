@@ -18,7 +18,7 @@ from fsdp_diffusers_engine import (
     FSDPOptimizerConfig,
     PPODiffusersFSDPEngine,
 )
-from fsdp_diffusers_engine.loading import whole, write_whole
+from lora_sync.layers import copy_into, full
 from sde_samplers import SamplerSettings
 from tensordict import TensorDict
 from torch import Tensor
@@ -66,7 +66,7 @@ def build(dtype: str = "fp32", *, checkpointing: bool = True, **engine: Any) -> 
     draw = torch.Generator().manual_seed(1)
     for parameter in made.trainable.values():
         push = 0.02 * torch.randn(parameter.shape, generator=draw)
-        write_whole(parameter, whole(parameter).cpu() + push)
+        copy_into(parameter, full(parameter).cpu() + push)
     return made
 
 
@@ -95,7 +95,7 @@ def batch_of(engine: PPODiffusersFSDPEngine, samples: int = 8, micro: int = 4, s
 
 def copies(tensors: Mapping[str, Tensor]) -> Weights:
     """Whole tensors, on the CPU, fp32."""
-    return {name: whole(tensor).to("cpu", torch.float32, copy=True) for name, tensor in tensors.items()}
+    return {name: full(tensor).to("cpu", torch.float32, copy=True) for name, tensor in tensors.items()}
 
 
 def gradient_of(engine: PPODiffusersFSDPEngine, data: TensorDict) -> Weights:

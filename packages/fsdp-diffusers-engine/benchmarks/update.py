@@ -31,8 +31,8 @@ from fsdp_diffusers_engine import (
     reduce_metrics,
 )
 from fsdp_diffusers_engine.batch import settings_of
-from fsdp_diffusers_engine.loading import whole, write_whole
 from fsdp_diffusers_engine.perf import measured_flops, mfu, training_flops
+from lora_sync.layers import copy_into, full
 from sde_samplers import SamplerSettings
 from tensordict import TensorDict
 from torch import Tensor
@@ -114,7 +114,7 @@ def push(engine: PPODiffusersFSDPEngine) -> None:
     """Move the adapter off its start, equally on any number of ranks."""
     draw = torch.Generator().manual_seed(1)
     for parameter in engine.trainable.values():
-        write_whole(parameter, whole(parameter).cpu() + 0.02 * torch.randn(parameter.shape, generator=draw))
+        copy_into(parameter, full(parameter).cpu() + 0.02 * torch.randn(parameter.shape, generator=draw))
 
 
 def now(cuda: bool) -> float:
@@ -126,7 +126,7 @@ def now(cuda: bool) -> float:
 
 def on_cpu(parameter: Tensor) -> Tensor:
     """A copy of all of it, in fp32."""
-    return whole(parameter).to("cpu", torch.float32, copy=True)
+    return full(parameter).to("cpu", torch.float32, copy=True)
 
 
 def distance(found: dict[str, Tensor], other: dict[str, Tensor]) -> float:

@@ -22,8 +22,8 @@ from fsdp_diffusers_engine import (
     PPODiffusersFSDPEngine,
     TrainingWorker,
     TrainingWorkerConfig,
-    loading,
 )
+from lora_sync.layers import copy_into, full
 from sde_samplers.settings import SamplerSettings
 from tensordict import TensorDict
 
@@ -145,8 +145,8 @@ def stir() -> Callable[[Any], None]:
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in engine.trainable.values():
-                pushed = loading.whole(parameter).cpu() + 0.05 * torch.randn(parameter.shape, generator=draw)
-                loading.write_whole(parameter, pushed)
+                pushed = full(parameter).cpu() + 0.05 * torch.randn(parameter.shape, generator=draw)
+                copy_into(parameter, pushed)
 
     return push
 

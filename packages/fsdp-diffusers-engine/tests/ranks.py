@@ -28,7 +28,7 @@ import torch.distributed.checkpoint.hf_storage
 from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel  # noqa: F401 - for the children
 from diffusion_losses import DiffusionLossConfig
 from fsdp_diffusers_engine import DiffusionLoss, ForwardProcessConfig, MixedPrecisionConfig, reduce_metrics
-from lora_sync import extract_lora
+from lora_sync import extract_lora, layers
 
 SPEC = importlib.util.spec_from_file_location("engine_conftest", Path(__file__).with_name("conftest.py"))
 assert SPEC is not None
@@ -51,15 +51,15 @@ def stir(engine: Any) -> None:
     draw = torch.Generator().manual_seed(1)
     for parameter in engine.trainable.values():
         push = 0.05 * torch.randn(parameter.shape, generator=draw)
-        loading.write_whole(parameter, loading.whole(parameter).cpu() + push)
+        layers.copy_into(parameter, layers.full(parameter).cpu() + push)
 
 
 def snapshot(engine: Any, metrics: dict[str, float]) -> dict[str, Any]:
     grads = {n: p.grad for n, p in engine.trainable.items() if p.grad is not None}
-    found = {"grads": {n: loading.whole(g).clone() for n, g in grads.items()}, "metrics": metrics}
+    found = {"grads": {n: layers.full(g).clone() for n, g in grads.items()}, "metrics": metrics}
     found["norm"] = engine.optimizer_step()
-    found["clipped"] = {n: loading.whole(g).clone() for n, g in grads.items()}
-    found["weights"] = {n: loading.whole(p).clone() for n, p in engine.trainable.items()}
+    found["clipped"] = {n: layers.full(g).clone() for n, g in grads.items()}
+    found["weights"] = {n: layers.full(p).clone() for n, p in engine.trainable.items()}
     return found
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusion_losses import DiffusionLossConfig
-from fsdp_diffusers_engine import DiffusionLoss, gather_outputs, loading
+from fsdp_diffusers_engine import DiffusionLoss, gather_outputs
+from lora_sync.layers import full
 from model_specs import PromptEmbeds
 from sde_samplers import flow_match, rollout, sample_generator
 
@@ -36,7 +37,7 @@ def alone() -> Iterator[None]:
 
 
 def copies(tensors: Any) -> Weights:
-    return {n: loading.whole(t).float().cpu().clone() for n, t in tensors}
+    return {n: full(t).float().cpu().clone() for n, t in tensors}
 
 
 def update(engine: Any, data: Any, loss: Any = PPO) -> tuple[Weights, Weights]:

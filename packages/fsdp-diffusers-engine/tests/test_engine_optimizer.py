@@ -9,6 +9,7 @@ import torch
 from diffusion_losses import DiffusionLossConfig
 from fsdp_diffusers_engine import DiffusionLoss, EngineError, EngineStateError, FSDPOptimizerConfig, gather_outputs
 from fsdp_diffusers_engine.optim import lr_factor
+from lora_sync.layers import adapter_parameters
 
 LOSS = DiffusionLoss(DiffusionLossConfig(clip_ratio=1.0))
 
@@ -165,7 +166,7 @@ def test_wrong_settings_and_wrong_order_are_refused(make_engine: Any, tiny_qwen:
 
 
 def test_every_policy_state_starts_as_the_trained_one_when_built_without_storage() -> None:
-    from fsdp_diffusers_engine import DiffusionModelConfig, FSDPEngineConfig, PPODiffusersFSDPEngine, adapters
+    from fsdp_diffusers_engine import DiffusionModelConfig, FSDPEngineConfig, PPODiffusersFSDPEngine
 
     tiny = {"num_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 64}
     engine = PPODiffusersFSDPEngine(
@@ -178,7 +179,7 @@ def test_every_policy_state_starts_as_the_trained_one_when_built_without_storage
         FSDPEngineConfig(device="cpu", ema_decay=0.5),
     )
     engine.initialize()
-    start = list(adapters.adapter_parameters(engine.module, "default").values())
+    start = list(adapter_parameters(engine.module, "default").values())
     assert len(start) > 20
     for name in ("old", "ema"):
-        assert same(list(adapters.adapter_parameters(engine.module, name).values()), start)
+        assert same(list(adapter_parameters(engine.module, name).values()), start)

@@ -10,11 +10,15 @@ from lora_sync import (
     BindError,
     CorruptPayloadError,
     StaleVersionError,
+    base_weights,
+    content_sum,
+    load_named,
     load_weights,
     merged_weights,
     stream_weights,
     weights_complete,
 )
+from lora_sync import buckets as grouped
 
 
 def test_a_stream_makes_another_model_the_same(tools):
@@ -23,8 +27,9 @@ def test_a_stream_makes_another_model_the_same(tools):
         parameter.data.zero_()
     buckets = list(stream_weights(source, version=3, bucket_bytes=100_000))
     receipt = load_weights(target, buckets, previous_version=2)
-    assert (receipt.version, receipt.hash, receipt.buckets) == (3, buckets[-1].stream_hash, len(buckets))
-    assert receipt.tensors_loaded == len(list(target.parameters())) == buckets[-1].total_tensors
+    assert receipt.version == 3
+    assert receipt.tensors_bound == len(list(target.parameters())) == buckets[-1].total_tensors
+    assert receipt.checksum == content_sum(tensor for bucket in buckets for tensor in bucket.tensors.values())
     wanted = tools.base().state_dict()
     assert all(torch.equal(v, wanted[k]) for k, v in target.state_dict().items())
     assert weights_complete(target)
@@ -95,3 +100,50 @@ def test_a_model_with_more_parameters_is_not_half_loaded(tools):
     with pytest.raises(BindError, match="2 of 4 parameters were not sent"):
         load_weights(big, stream_weights(small, version=1))
     assert not weights_complete(big)
+
+
+def test_the_checksum_is_of_what_the_module_holds(tools, monkeypatch):
+    """A tensor that is counted and not written gives another sum."""
+    source, target = tools.base(), tools.base(seed=0)
+    named = list(base_weights(source))
+    written = load_weights(target, stream_weights(source, version=1))
+    assert written.checksum == content_sum(value for _, value in named)
+    monkeypatch.setattr("lora_sync.weights.copy_into", lambda target, value: None)
+    with torch.no_grad():
+        next(target.parameters())[0] += 1
+    other = load_weights(target, stream_weights(source, version=2))
+    assert (other.tensors_bound, other.checksum == written.checksum) == (written.tensors_bound, False)
+
+
+def test_senders_need_not_know_of_lora_layers(tools):
+    plain, adapted = tools.base(), tools.adapted()
+    named = dict(base_weights(adapted))
+    assert list(named) == [name for name, _ in plain.named_parameters()]
+    wrapped = {name for name, _ in adapted.named_parameters() if "lora_" not in name}
+    assert load_named(tools.adapted(), named.items()) == len(named)
+    assert load_named(plain, ((name, named[name.replace("base_layer.", "")]) for name in wrapped)) == len(named)
+    with pytest.raises(CorruptPayloadError, match="sent twice"):
+        load_named(plain, [*named.items(), *list(named.items())[:1]])
+    with pytest.raises(BindError, match="has shape"):
+        load_named(plain, ((name, value[None]) for name, value in named.items()))
+
+
+def test_content_sums_see_every_change_but_not_the_layout():
+    weights = [torch.randn(5, 7), torch.randn(3, 7)]
+    total = content_sum(weights)
+    assert content_sum([torch.cat(weights)]) == total
+    assert content_sum(reversed(weights)) == total
+    changed = torch.cat(weights)
+    changed[2, 3] = torch.nextafter(changed[2, 3], torch.tensor(9.0))
+    assert content_sum([changed]) != total
+    assert content_sum([weights[0]]) != total
+    assert content_sum([*weights, torch.zeros(1)]) != total
+    assert content_sum([w.bfloat16() for w in weights]) != total
+
+
+def test_buckets_group_a_stream():
+    sizes = {"a": torch.randn(10), "b": torch.randn(300), "c": torch.randn(2, 3).bfloat16(), "d": torch.arange(4)}
+    parts = list(grouped(sizes.items(), 100))
+    assert [[name for name, _ in bucket] for bucket, _ in parts] == [["a"], ["b"], ["c", "d"]]
+    assert [last for _, last in parts] == [False, False, True]
+    assert list(grouped([], 100)) == [([], True)]

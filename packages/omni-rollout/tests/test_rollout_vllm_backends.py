@@ -9,11 +9,10 @@ import sys
 
 import pytest
 import torch
-from lora_sync import verify
+from lora_sync import content_sum, verify
 from omni_rollout.backend import RolloutBackend
 from omni_rollout.errors import AbortedError, LifecycleError, ReplicaError, RolloutConfigError, SyncError
 from omni_rollout.vllm_omni.server import vLLMOmniHttpServer
-from omni_rollout.weights import content_sum
 from safetensors.torch import load_file
 from sde_samplers import Trajectory, from_diffusers, replay
 

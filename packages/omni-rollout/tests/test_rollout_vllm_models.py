@@ -5,10 +5,9 @@ import sys
 
 import pytest
 import torch
-from lora_sync import LoRAPayload, verify
+from lora_sync import LoRAPayload, content_sum, verify
 from omni_rollout.diffusers_backend import DiffusersBackend
 from omni_rollout.types import GenerationRequest
-from omni_rollout.weights import content_sum
 from sde_samplers import SamplerSettings
 
 pytestmark = pytest.mark.skipif(

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lora_sync.layers import adapter_parameters
 from torch import Tensor, nn
 
 from .config import DiffusionModelConfig
@@ -115,22 +116,11 @@ def _no_storage() -> AbstractContextManager[None]:
     return init_empty_weights(include_buffers=False)  # type: ignore[no-any-return]
 
 
-def adapter_names(module: nn.Module) -> list[str]:
-    """Adapters in ``module``, in the order of their injection."""
-    return list(getattr(module, "peft_config", {}))
-
-
-def adapter_parameters(module: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
-    """Parameters of one adapter by full name."""
-    mark = (f".lora_A.{adapter}.", f".lora_B.{adapter}.")
-    return {name: p for name, p in module.named_parameters() if mark[0] in name or mark[1] in name}
-
-
 def mark_trainable(module: nn.Module) -> None:
     """Gradients for the trained adapter only, whatever PEFT left switched on."""
-    trained = adapter_parameters(module, TRAINED)
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name in trained)
+    module.requires_grad_(False)
+    for parameter in adapter_parameters(module, TRAINED).values():
+        parameter.requires_grad_(True)
 
 
 def draw_initial(name: str, shape: Sequence[int], config: DiffusionModelConfig) -> Tensor:

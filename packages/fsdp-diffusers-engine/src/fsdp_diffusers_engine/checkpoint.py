@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import adapters, weights
+from . import weights
 from .config import CheckpointConfig
 from .errors import CheckpointError, EngineError, nearest
 
@@ -117,9 +117,9 @@ def _tensors(engine: DiffusersFSDPEngine, contents: set[str], *, create: bool) -
             for state, copies in engine.states.copies.items():
                 found |= {f"state.{state}.{name}": copy for name, copy in copies.items()}
         elif engine.lora:
-            for name in adapters.adapter_names(engine.module):
-                for full, p in adapters.adapter_parameters(engine.module, name).items():
-                    found.setdefault(f"model.{full}", p.detach())
+            for name, p in engine.module.named_parameters():  # those of the other policies too
+                if ".lora_A." in name or ".lora_B." in name:
+                    found.setdefault(f"model.{name}", p.detach())
     if "optimizer" in contents:
         for name, parameter in engine.trainable.items():
             state = engine.optimizer.state[parameter] if create else engine.optimizer.state.get(parameter, {})

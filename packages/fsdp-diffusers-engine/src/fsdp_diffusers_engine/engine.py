@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lora_sync.layers import adapter_names, adapter_parameters, copy_into, reshard
 from torch import Tensor, nn
 
 from . import adapters, checkpoint, loading, loop, offload, optim, sharding, weights
@@ -119,9 +120,9 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
         if source is not None:
             loading.materialise(module, source, config, self._storage_device())
         elif self.lora:
-            for name in adapters.adapter_names(module):
-                for full_name, parameter in adapters.adapter_parameters(module, name).items():
-                    loading.write_whole(parameter, adapters.draw_initial(full_name, parameter.shape, config))
+            for adapter in adapter_names(module):
+                for name, parameter in adapter_parameters(module, adapter).items():
+                    copy_into(parameter, adapters.draw_initial(name, parameter.shape, config))
         module.eval()
         self.module = module
         self.forwards.watch(module)
@@ -129,7 +130,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
         if self.lora and config.lora_adapter_path:
             weights.warm_start(self, config.lora_adapter_path)
         if not self.lora:
-            self.states = WeightStates(self.trainable, self._state_names(), lambda: sharding.free_gathered(module))
+            self.states = WeightStates(self.trainable, self._state_names(), lambda: reshard(module))
         self.optimizer = optim.build_optimizer(self.trainable.values(), self.optimizer_config)
         self.lr_scheduler = optim.LRSchedule(self.optimizer, self.optimizer_config)
         self.optimizer_steps = self.skipped_steps = self.empty_steps = 0
@@ -205,7 +206,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
         if self.engine_config.offload_policy:
             return
         if model:
-            sharding.free_gathered(self.module)
+            reshard(self.module)
             offload.move_module(self.module, target, grad=grad)
         if optimizer:
             offload.move_optimizer(self.optimizer, target)
@@ -296,7 +297,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
         """
         self._need("optimizer_step")
         with shared_failure("optimizer_step"):
-            sharding.free_gathered(self.module)
+            reshard(self.module)
             parameters = list(self.trainable.values())
             norm = optim.gradient_norm(parameters)
             value = float(norm)

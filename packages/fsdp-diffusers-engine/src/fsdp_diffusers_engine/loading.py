@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from lora_sync.layers import base_name, local, local_slices
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -172,15 +173,12 @@ def materialise(module: nn.Module, source: WeightSource, config: DiffusionModelC
         shape = tuple(parameter.shape)
         # Not DTensor.from_local: that would move a shard kept on the CPU (offload_policy) to the mesh's device.
         value = torch.empty_like(parameter, device=device)
-        local, index = value, tuple(slice(None) for _ in shape)
-        if isinstance(value, DTensor):
-            local, index = value.to_local(), local_index(value)
-        if local.numel():
+        own, index = local(value), local_slices(value)
+        if own.numel():
             if ".lora_A." in name or ".lora_B." in name:
-                part = draw_initial(name, shape, config)[index]
+                own.copy_(draw_initial(name, shape, config)[index])
             else:
-                part = source.read(name.replace(".base_layer.", "."), shape, index)
-            local.copy_(part)
+                own.copy_(source.read(base_name(name), shape, index))
         new = nn.Parameter(value, requires_grad=parameter.requires_grad)
         if isinstance(parameter, DTensor):
             # FSDP2 holds on to the parameter object: swap what is inside it.
@@ -197,28 +195,3 @@ def _meta_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, n
         for leaf, parameter in list(owner.named_parameters(recurse=False)):
             if parameter.device.type == "meta":
                 yield owner, leaf, f"{prefix}.{leaf}" if prefix else leaf, parameter
-
-
-def local_index(parameter: DTensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor this rank holds."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-
-
-@torch.no_grad()
-def write_whole(parameter: Tensor, value: Tensor) -> None:
-    """Copy a whole tensor, present on every rank, into a parameter that may be sharded."""
-    if isinstance(parameter, DTensor):
-        local = parameter.to_local()
-        if local.numel():
-            local.copy_(value[local_index(parameter)])
-    else:
-        parameter.copy_(value)
-
-
-def whole(parameter: Tensor) -> Tensor:
-    """The whole of a parameter that may be sharded, detached; a collective when it is."""
-    detached = parameter.detach()
-    return detached.full_tensor() if isinstance(detached, DTensor) else detached

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lora_sync.layers import reshard
 from torch import Tensor
 
 from . import batch, losses, sharding
@@ -50,7 +51,7 @@ def run_batch(
         if not idle:
             outputs += [stack_steps(parts)] if forward_only else parts
     if forward_only:
-        sharding.free_gathered(engine.module)
+        reshard(engine.module)
     return outputs
 
 

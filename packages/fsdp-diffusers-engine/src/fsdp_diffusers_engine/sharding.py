@@ -197,13 +197,6 @@ def set_gradient_sync(module: nn.Module, sync: bool) -> None:
         module.set_requires_gradient_sync(sync)
 
 
-def free_gathered(module: nn.Module) -> None:
-    """Drop gathered parameters that a forward without backward left behind, so that a change of the shards is seen."""
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.reshard()
-
-
 def all_reduce_number(value: float, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> float:
     """A number reduced over ``group``; itself when there is no group."""
     if group is None:

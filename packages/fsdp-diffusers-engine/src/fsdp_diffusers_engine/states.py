@@ -11,17 +11,11 @@ from contextlib import contextmanager
 
 import torch
 from lora_sync.adapters import LoRAAdapterMixin
+from lora_sync.layers import adapter_names, local
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from . import adapters
 from .errors import EngineError, nearest
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's elements, sharing memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class WeightStates:
@@ -72,7 +66,7 @@ class WeightStates:
     def _swap(self, copies: Mapping[str, Tensor]) -> None:
         self.before_change()
         for name, parameter in self.parameters.items():
-            ours, theirs = local_of(parameter), local_of(copies[name])
+            ours, theirs = local(parameter), local(copies[name])
             kept = ours.clone()
             ours.copy_(theirs)
             theirs.copy_(kept)
@@ -87,7 +81,7 @@ class WeightStates:
         self.before_change()
         from_, to = self._tensors(source), self._tensors(target)
         for name, tensor in to.items():
-            ours, theirs = local_of(tensor), local_of(from_[name])
+            ours, theirs = local(tensor), local(from_[name])
             if decay == 0.0:
                 ours.copy_(theirs)
             else:
@@ -113,7 +107,7 @@ class PolicyStatesMixin(LoRAAdapterMixin):
     def use_adapter(self, name: str) -> Iterator[None]:
         """Run with the policy state ``name``; ``reference`` is the base (LoRA) or the kept start (full)."""
         self._need("use_adapter")
-        known = [adapters.REFERENCE, *adapters.adapter_names(self.module)]
+        known = [adapters.REFERENCE, *adapter_names(self.module)]
         if self.states is None and name not in known:
             raise EngineError(
                 f"policy state {name!r} is not kept (there are {known}, nearest {nearest(name, known, 1)}); add it to "

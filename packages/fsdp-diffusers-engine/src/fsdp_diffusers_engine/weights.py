@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lora_sync import LoRASyncError, base_weights, export, extract_lora, load_any, stream_lora
+from lora_sync.layers import adapter_names, adapter_parameters, base_name, copy_into, full
 from torch import Tensor, nn
 
-from . import adapters, loading, sharding
+from . import adapters
 from .errors import EngineError
 
 if TYPE_CHECKING:
@@ -30,18 +32,15 @@ def per_tensor(
     """
     name = adapter_name or adapters.TRAINED
     config: dict[str, Any] | None = None
-    sharding.free_gathered(engine.module)
     if not engine.lora:
         tensors = _full(engine, name)
     elif engine.model_config.lora.merge and name != adapters.REFERENCE:
-        tensors = _merged(engine, name)
+        tensors = base_weights(engine.module, name)
     elif base_sync_done and name != adapters.REFERENCE:
-        from lora_sync.extract import stream_lora
-
         tensors = stream_lora(engine.module, name)
         config = peft_config(engine.module, name)
     else:
-        tensors = _base(engine.module)
+        tensors = base_weights(engine.module)
     if layered_summon:
         return tensors, config
     return iter(list(tensors)), config
@@ -54,47 +53,15 @@ def peft_config(module: nn.Module, name: str) -> dict[str, Any]:
     return {key: sorted(raw[key]) if isinstance(raw.get(key), set) else raw.get(key) for key in keep}
 
 
-def _stock(name: str) -> str:
-    return name.replace(".base_layer.", ".").replace("_orig_mod.", "")
-
-
-def _base(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in module.named_parameters():
-        if ".lora_A." not in name and ".lora_B." not in name:
-            yield _stock(name), loading.whole(parameter)
-
-
-def _merged(engine: DiffusersFSDPEngine, adapter: str) -> Iterator[tuple[str, Tensor]]:
-    from peft.tuners.lora import LoraLayer
-
-    layers = {name: child for name, child in engine.module.named_modules() if isinstance(child, LoraLayer)}
-    for name, parameter in engine.module.named_parameters():
-        if ".lora_A." in name or ".lora_B." in name:
-            continue
-        value = loading.whole(parameter)
-        layer = layers.get(name.removesuffix(".base_layer.weight"))
-        if layer is not None and adapter in layer.lora_A:
-            sides: tuple[Any, Any] = (layer.lora_B[adapter], layer.lora_A[adapter])
-            up, down = (loading.whole(side.weight) for side in sides)
-            # The product is rounded once, together with the sum.
-            value = (value.float() + layer.scaling[adapter] * (up.float() @ down.float())).to(value.dtype)
-        yield _stock(name), value
-
-
 def _full(engine: DiffusersFSDPEngine, state: str) -> Iterator[tuple[str, Tensor]]:
     assert engine.states is not None
     if state == adapters.TRAINED:
-        for name, parameter in engine.module.named_parameters():
-            yield _stock(name), loading.whole(parameter)
-        return
-    for name, copy in engine.states._state(state).items():
-        yield _stock(name), loading.whole(copy)
+        return base_weights(engine.module)
+    return ((base_name(name), full(copy)) for name, copy in engine.states._state(state).items())
 
 
 def export_lora(engine: DiffusersFSDPEngine, folder: Path, adapter: str = adapters.TRAINED) -> None:
     """Write the adapter as stock diffusers loads it (``pipeline.load_lora_weights(folder)``). A collective."""
-    from lora_sync import export, extract_lora
-
     payload = extract_lora(engine.module, adapter, version=engine.optimizer_steps)
     if engine.layout.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,8 +70,7 @@ def export_lora(engine: DiffusersFSDPEngine, folder: Path, adapter: str = adapte
 
 def export_transformer(engine: DiffusersFSDPEngine, folder: Path, state: str = adapters.TRAINED) -> None:
     """Write the whole transformer, adapters folded in, as ``from_pretrained`` loads it. A collective."""
-    sharding.free_gathered(engine.module)
-    source = _merged(engine, state) if engine.lora else _full(engine, state)
+    source = base_weights(engine.module, state) if engine.lora else _full(engine, state)
     tensors = {}
     for name, value in source:
         if engine.layout.rank == 0:
@@ -142,8 +108,6 @@ def warm_start(engine: DiffusersFSDPEngine, path: str) -> None:
 
     Ranks must agree; a different alpha is folded into B, so that the product is the one that was saved.
     """
-    from lora_sync import LoRASyncError, load_any
-
     if not Path(path).exists():
         raise EngineError(
             f"lora_adapter_path={path!r} does not exist; give a file or folder with a saved LoRA, or null"
@@ -153,11 +117,8 @@ def warm_start(engine: DiffusersFSDPEngine, path: str) -> None:
     except (LoRASyncError, OSError) as error:
         raise EngineError(f"lora_adapter_path={path!r} cannot be read: {error}") from error
     own_scale = engine.model_config.lora_alpha / engine.model_config.lora_rank
-    for adapter in adapters.adapter_names(engine.module):
-        ours = {
-            name.replace(f".{adapter}.weight", ".weight"): p
-            for name, p in adapters.adapter_parameters(engine.module, adapter).items()
-        }
+    for adapter in adapter_names(engine.module):
+        ours = adapter_parameters(engine.module, adapter)
         lonely = sorted(set(ours) ^ set(payload.tensors))
         if lonely:
             where = "only in the file" if lonely[0] in payload.tensors else "only in the model"
@@ -174,4 +135,4 @@ def warm_start(engine: DiffusersFSDPEngine, path: str) -> None:
                 )
             if name.endswith(".lora_B.weight"):
                 value = value.float() * (payload.scale_of(name.removesuffix(".lora_B.weight")) / own_scale)
-            loading.write_whole(parameter, value.to(parameter.dtype))
+            copy_into(parameter, value.to(parameter.dtype))

@@ -2,6 +2,7 @@
 
 from .adapters import LoRAAdapterMixin, active_adapter, copy_adapter, ema_update_adapter, use_adapter
 from .bind import applied_version, apply_lora
+from .checksum import content_sum
 from .errors import (
     AdapterError,
     BindError,
@@ -27,7 +28,16 @@ from .names import NameMap
 from .payload import LoRAPayload
 from .receipt import LoRAReceipt, verify
 from .vllm import to_vllm
-from .weights import WeightBucket, WeightReceipt, load_weights, stream_weights, weights_complete
+from .weights import (
+    WeightBucket,
+    WeightReceipt,
+    base_weights,
+    buckets,
+    load_named,
+    load_weights,
+    stream_weights,
+    weights_complete,
+)
 
 __all__ = [
     "AdapterError",
@@ -53,6 +63,9 @@ __all__ = [
     "active_adapter",
     "applied_version",
     "apply_lora",
+    "base_weights",
+    "buckets",
+    "content_sum",
     "copy_adapter",
     "ema_update_adapter",
     "export",
@@ -61,6 +74,7 @@ __all__ = [
     "get_map",
     "guess_map",
     "load_any",
+    "load_named",
     "load_weights",
     "merge",
     "merged_weights",

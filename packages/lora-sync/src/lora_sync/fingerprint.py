@@ -16,19 +16,9 @@ from torch import Tensor, nn
 
 from .codec import byte_view
 from .errors import WrongBaseError
-from .layers import is_sharded, local, local_slices, neutral_name, reshard
+from .layers import base_parameters, is_sharded, local, local_slices, reshard
 
 SAMPLES = 16
-
-
-def base_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Frozen-base parameters under their bare names: adapters left out, ``.base_layer`` removed."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():
-        parts = neutral_name(name).split(".")
-        if not any(part.startswith("lora_") for part in parts):
-            found[".".join(part for part in parts if part != "base_layer")] = parameter
-    return found
 
 
 def fingerprint(module: nn.Module) -> str:

@@ -26,6 +26,20 @@ def neutral_name(name: str) -> str:
     return bare.removeprefix(_PEFT_PREFIX)
 
 
+def base_name(name: str) -> str:
+    """The name of a base parameter in the bare model, without ``base_layer``: ``blocks.0.to_q.weight``."""
+    return ".".join(part for part in neutral_name(name).split(".") if part != "base_layer")
+
+
+def base_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Base parameters by `base_name`, adapters left out."""
+    return {
+        base_name(name): parameter
+        for name, parameter in module.named_parameters()
+        if not any(part.startswith("lora_") for part in name.split("."))
+    }
+
+
 def is_lora_layer(module: nn.Module) -> bool:
     """True for a PEFT LoRA layer: it keeps dictionaries ``lora_A``/``lora_B``/``scaling`` keyed by adapter name."""
     return isinstance(module._modules.get("lora_A"), nn.ModuleDict) and hasattr(module, "scaling")

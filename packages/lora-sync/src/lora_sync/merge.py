@@ -120,14 +120,18 @@ def unmerge(module: nn.Module) -> MergeReport:
     return report
 
 
+def merged_weight(name: str, layer: Any, adapter_name: str) -> Tensor:
+    """Full W + (alpha / r) · B·A of one layer, summed in float32 and rounded once to W's dtype. Collective when sharded."""
+    _check(name, layer, adapter_name)
+    weight = full(layer.get_base_layer().weight)
+    return (weight.float() + lora_delta(layer, adapter_name).reshape(weight.shape)).to(weight.dtype)
+
+
 def merged_weights(module: nn.Module, adapter_name: str = "default") -> Iterator[tuple[str, Tensor]]:
     """(neutral layer name + ``.weight``, full W + D in W's dtype), one layer at a time; the module stays as it is."""
     reshard(module)
     for name, layer in layers_of(module, adapter_name).items():
-        _check(name, layer, adapter_name)
-        weight = full(layer.get_base_layer().weight)
-        total = weight.float() + lora_delta(layer, adapter_name).reshape(weight.shape)
-        yield f"{name}.weight", total.to(weight.dtype)
+        yield f"{name}.weight", merged_weight(name, layer, adapter_name)
 
 
 def _check(name: str, layer: Any, adapter_name: str) -> None:

@@ -15,11 +15,13 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from .checksum import module_sum
 from .errors import BindError, CorruptPayloadError, PayloadError, StaleVersionError
-from .fingerprint import base_parameters
-from .layers import copy_into, full, layers_of, neutral_name, reshard
-from .merge import lora_delta
+from .layers import base_name, base_parameters, copy_into, full, layers_of, reshard
+from .merge import merged_weight
 from .payload import content_hash
+
+_PARTIAL = "_lora_sync_partial"
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,75 @@ class WeightBucket:
 
 @dataclass(frozen=True)
 class WeightReceipt:
-    """What a receiver of a whole stream did; compare with the sender's summary by `hash`."""
+    """What a receiver of full weights did.
+
+    Args:
+        version: of the weights that are in place now.
+        tensors_bound: how many were written; all of them, or there would be no receipt.
+        checksum: `content_sum` of what the receiver holds, made after the last tensor: compare it with that of what was sent,
+            in the receiver's dtype.
+    """
 
     version: int
-    hash: str
-    tensors_loaded: int
-    buckets: int
+    tensors_bound: int
+    checksum: str
+
+
+def base_weights(module: nn.Module, adapter_name: str | None = None) -> Iterator[tuple[str, Tensor]]:
+    """(base name, full tensor) of every base parameter, one at a time; with an adapter, W + (alpha / r) · B·A where it sits.
+
+    The module is not changed. Under FSDP2 all ranks iterate to the end (a gather per tensor).
+    """
+    reshard(module)
+    adapted: dict[str, Any] = layers_of(module, adapter_name) if adapter_name else {}
+    for name, parameter in base_parameters(module).items():
+        owner = name.removesuffix(".weight")
+        if adapter_name and name.endswith(".weight") and owner in adapted:
+            yield name, merged_weight(owner, adapted[owner], adapter_name)
+        else:
+            yield name, full(parameter)
+
+
+def buckets(named: Iterable[tuple[str, Tensor]], limit_bytes: int) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
+    """Group a stream into buckets of at most ``limit_bytes`` (a larger tensor is one of its own): (bucket, is it the last)."""
+    held: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, value in named:
+        if held and size + value.nbytes > limit_bytes:
+            yield held, False
+            held, size = [], 0
+        held.append((name, value))
+        size += value.nbytes
+    yield held, True
+
+
+def load_named(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> int:
+    """Copy a complete set of full tensors into the base parameters, by `base_name`. Returns how many tensors that were.
+
+    Raises ``BindError`` for a name that finds nothing, another shape or one that was not sent, ``CorruptPayloadError`` for one
+    that was sent twice; then, and meanwhile, the module holds a mixture and `weights_complete` is False.
+    """
+    reshard(module)
+    targets, seen = base_parameters(module), set[str]()
+    module.__dict__[_PARTIAL] = True
+    for name, value in named:
+        base = base_name(name)
+        target = targets.get(base)
+        if target is None:
+            raise BindError(
+                f"weight {name!r} has no parameter in this {type(module).__name__}: send to the same architecture, or under "
+                "the receiver's names (stream_weights has rename=)."
+            )
+        if target.shape != value.shape:
+            raise BindError(f"weight {name!r} has shape {tuple(value.shape)}, the module {tuple(target.shape)}.")
+        if base in seen:
+            raise CorruptPayloadError(f"weight {name!r} was sent twice.")
+        copy_into(target, value)
+        seen.add(base)
+    if missing := sorted(set(targets) - seen):
+        raise BindError(f"{len(missing)} of {len(targets)} parameters were not sent: {missing[:3]!r}….")
+    module.__dict__[_PARTIAL] = False
+    return len(seen)
 
 
 def stream_weights(
@@ -96,37 +161,32 @@ def stream_weights(
     merge_adapter: str | None = None,
     rename: Callable[[str], str] | None = None,
 ) -> Iterator[WeightBucket]:
-    """All base parameters in buckets of at most ``bucket_bytes`` (a larger tensor gets its own).
+    """`base_weights` in messages of at most ``bucket_bytes`` (a larger tensor gets its own).
 
     Args:
         dtype: convert floating-point tensors, e.g. for a bfloat16 sampler of a float32 trainer.
-        merge_adapter: add this adapter to the layers it adapts, on the fly; the module is not changed.
-        rename: neutral parameter name → the receiver's.
-
-    Under FSDP2 all ranks iterate to the end (one gather per tensor).
+        merge_adapter: add this adapter to the layers it adapts, on the fly.
+        rename: base name → the receiver's.
     """
-    reshard(module)
-    index, count, hashes = 0, 0, list[str]()
-    held: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in _tensors(module, merge_adapter):
-        if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(dtype)
-        nbytes = tensor.numel() * tensor.element_size()
-        if held and size + nbytes > bucket_bytes:
-            hashes.append(content_hash(held, {}))
-            yield WeightBucket(held, version, index, hashes[-1])
-            index, held, size = index + 1, {}, 0
-        held[rename(name) if rename else name] = tensor
-        count, size = count + 1, size + nbytes
-    if not held:
-        raise PayloadError(f"this {type(module).__name__} has no parameters to stream.")
-    hashes.append(content_hash(held, {}))
-    yield WeightBucket(held, version, index, hashes[-1], count, _stream_hash(hashes))
+
+    def converted() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in base_weights(module, merge_adapter):
+            other = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            yield rename(name) if rename else name, other
+
+    count, hashes = 0, list[str]()
+    for index, (held, last) in enumerate(buckets(converted(), bucket_bytes)):
+        if not held:
+            raise PayloadError(f"this {type(module).__name__} has no parameters to stream.")
+        tensors = dict(held)
+        hashes.append(content_hash(tensors, {}))
+        count += len(held)
+        totals = (count, _stream_hash(hashes)) if last else (None, None)
+        yield WeightBucket(tensors, version, index, hashes[-1], *totals)
 
 
 def load_weights(
-    module: nn.Module, buckets: Iterable[WeightBucket], *, previous_version: int | None = None
+    module: nn.Module, stream: Iterable[WeightBucket], *, previous_version: int | None = None
 ) -> WeightReceipt:
     """Copy a stream into the module's base parameters, whatever their dtype, device and sharding.
 
@@ -134,67 +194,37 @@ def load_weights(
     swapped buckets. Full weights are too large to stage: after an error the module holds a mixture, and says so by
     refusing `weights_complete`; load a whole stream again before sampling.
     """
-    reshard(module)
-    targets = base_parameters(module)
-    module.__dict__["_lora_sync_partial"] = True
-    seen: set[str] = set()
-    hashes: list[str] = []
-    version: int | None = None
-    finished = False
-    for bucket in buckets:
-        version = bucket.version if version is None else version
-        if previous_version is not None and bucket.version <= previous_version:
-            raise StaleVersionError(f"version {bucket.version} came after {previous_version}; count versions up.")
-        if finished or bucket.version != version or bucket.index != len(hashes):
-            raise CorruptPayloadError(
-                f"bucket {bucket.index} of version {bucket.version} came where bucket {len(hashes)} of {version} was due."
-            )
-        _load_bucket(targets, bucket, seen)
-        hashes.append(bucket.hash)
-        if bucket.last:
-            finished = True
-            if bucket.stream_hash != _stream_hash(hashes) or bucket.total_tensors != len(seen):
+    hashes, version, count = list[str](), -1, 0
+
+    def checked() -> Iterator[tuple[str, Tensor]]:
+        nonlocal version, count
+        for bucket in stream:
+            version = bucket.version if not hashes else version
+            if previous_version is not None and bucket.version <= previous_version:
+                raise StaleVersionError(f"version {bucket.version} came after {previous_version}; count versions up.")
+            if bucket.version != version or bucket.index != len(hashes):
                 raise CorruptPayloadError(
-                    f"version {version}: {len(seen)} tensors in {len(hashes)} buckets came, the sender speaks of "
-                    f"{bucket.total_tensors}; send the stream again."
+                    f"bucket {bucket.index} of version {bucket.version} came where bucket {len(hashes)} of {version} was due."
                 )
-            break
-    if not finished or version is None:
+            yield from bucket.tensors.items()
+            count += len(bucket.tensors)
+            hashes.append(bucket.hash)
+            if bucket.last:
+                if bucket.stream_hash != _stream_hash(hashes) or bucket.total_tensors != count:
+                    raise CorruptPayloadError(
+                        f"version {version}: {count} tensors in {len(hashes)} buckets came, the sender speaks of "
+                        f"{bucket.total_tensors}; send the stream again."
+                    )
+                return
         raise CorruptPayloadError(f"the stream ended after {len(hashes)} buckets without its last one; send it again.")
-    if missing := sorted(set(targets) - seen):
-        raise BindError(f"{len(missing)} of {len(targets)} parameters were not sent: {missing[:3]!r}….")
-    module.__dict__["_lora_sync_partial"] = False
-    return WeightReceipt(version, _stream_hash(hashes), len(seen), len(hashes))
+
+    bound = load_named(module, checked())
+    return WeightReceipt(version, bound, module_sum(module))
 
 
 def weights_complete(module: nn.Module) -> bool:
     """False while a stream is being loaded, or after one broke off."""
-    return not module.__dict__.get("_lora_sync_partial", False)
-
-
-def _load_bucket(targets: Mapping[str, Tensor], bucket: WeightBucket, seen: set[str]) -> None:
-    for name, tensor in bucket.tensors.items():
-        target = targets.get(name)
-        if target is None or tuple(target.shape) != tuple(tensor.shape):
-            raise BindError(
-                f"{name!r} {tuple(tensor.shape)} has no place here: "
-                f"{'no such parameter' if target is None else f'shape {tuple(target.shape)}'}. Use rename= for other names."
-            )
-        if name in seen:
-            raise CorruptPayloadError(f"{name!r} was sent twice.")
-        copy_into(target, tensor)
-        seen.add(name)
-
-
-def _tensors(module: nn.Module, merge_adapter: str | None) -> Iterator[tuple[str, Tensor]]:
-    adapted: dict[str, Any] = layers_of(module, merge_adapter) if merge_adapter else {}
-    for name, parameter in base_parameters(module).items():
-        tensor = full(parameter)
-        owner = name.removesuffix(".weight")
-        if owner in adapted and name.endswith(".weight"):
-            delta = lora_delta(adapted[owner], merge_adapter or "")
-            tensor = (tensor.float() + delta.reshape(tensor.shape)).to(tensor.dtype)
-        yield neutral_name(name), tensor
+    return not module.__dict__.get(_PARTIAL, False)
 
 
 def _stream_hash(hashes: list[str]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from lora_sync import WeightReceipt
 from torch import Tensor
 
 from .samples import Chunk
@@ -35,19 +36,6 @@ class Health:
     """Time spent per phase (encode, denoise, decode, sync)."""
 
 
-@dataclass(frozen=True)
-class WeightReceipt:
-    """Proof that full weights arrived.
-
-    How many tensors, how many elements, and a checksum of what is now in the module.
-    """
-
-    version: int
-    tensors_sent: int
-    tensors_bound: int
-    checksum: str
-
-
 @runtime_checkable
 class RolloutBackend(Protocol):
     """A policy that can be sampled from."""
@@ -70,7 +58,7 @@ class RolloutBackend(Protocol):
         ...
 
     def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
-        """Replace transformer weights by name; raises `SyncError` unless every tensor sent was bound."""
+        """Replace transformer weights by name; raises `SyncError` unless every tensor was sent and bound."""
         ...
 
     def sleep(self, level: int = 1) -> None:

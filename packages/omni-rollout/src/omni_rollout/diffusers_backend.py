@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lora_sync import WeightReceipt
 from sde_samplers import SamplerSettings, SigmaSchedule, Trajectory, from_diffusers, rollout, thin_tail
 from torch import Tensor, nn
 
-from .backend import Health, WeightReceipt
+from .backend import Health
 from .batching import plan_batches
 from .counting import counted_rows
 from .errors import AbortedError, MissingExtraError, RolloutConfigError

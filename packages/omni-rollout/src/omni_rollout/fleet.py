@@ -13,9 +13,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
+from lora_sync import WeightReceipt
 from torch import Tensor
 
-from .backend import RolloutBackend, WeightReceipt
+from .backend import RolloutBackend
 from .config import DiffusionRolloutConfig
 from .errors import RolloutConfigError
 from .placement import Node, assign_beside, assign_nodes, cluster_nodes, import_ray, on_node

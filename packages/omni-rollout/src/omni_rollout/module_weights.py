@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from lora_sync import LoRAReceipt, apply_lora, extract_lora, use_adapter
+from lora_sync import LoRAReceipt, LoRASyncError, WeightReceipt, apply_lora, extract_lora, load_named, use_adapter
+from lora_sync.checksum import module_sum
 from lora_sync.fingerprint import check_base
 from lora_sync.layers import layers_of
 from torch import Tensor, nn
 
-from .backend import WeightReceipt
 from .errors import RolloutConfigError, SyncError
-from .weights import load_named, module_checksum
 
 AdapterContext = Callable[[str], AbstractContextManager[Any]]
 
@@ -87,6 +86,11 @@ class ModuleWeights:
         self._adapters.discard(adapter)
 
     def replace(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
-        """Replace all weights by name, with or without LoRA layers around them. See `weights.load_named`."""
-        sent = load_named(self.module, named)
-        return WeightReceipt(version, sent, sent, module_checksum(self.module))
+        """Replace all weights by name, with or without LoRA layers around them; see `lora_sync.load_named`.
+
+        Raises `SyncError` unless every weight was sent exactly once and found its place.
+        """
+        try:
+            return WeightReceipt(version, load_named(self.module, named), module_sum(self.module))
+        except LoRASyncError as error:
+            raise SyncError(f"full weights, version {version}: {error}") from error

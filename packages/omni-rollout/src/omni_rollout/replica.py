@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lora_sync import WeightReceipt
 from torch import Tensor
 
-from .backend import Health, RolloutBackend, WeightReceipt
+from .backend import Health, RolloutBackend
 from .errors import ReplicaDeadError, RolloutConfigError
 from .remote import Remote
 from .types import GenerationRequest

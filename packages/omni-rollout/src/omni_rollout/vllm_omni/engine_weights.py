@@ -11,15 +11,15 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lora_sync import LoRAReceipt, WeightReceipt, buckets
 from torch import Tensor
 
-from ..backend import WeightReceipt
 from ..errors import SyncError
 from ..lifecycle import Lifecycle
-from .shared import buckets, write_bucket
+from .shared import write_bucket
 
 if TYPE_CHECKING:
-    from lora_sync import LoRAPayload, LoRAReceipt
+    from lora_sync import LoRAPayload
 
 _BUCKET_BYTES = 512 * 1024 * 1024
 
@@ -43,8 +43,6 @@ class EngineWeights:
 
     async def bind(self, payload: LoRAPayload, adapter: str) -> LoRAReceipt:
         """See `vLLMOmniHttpServer.update_lora`."""
-        from lora_sync import LoRAReceipt
-
         from .lora_request import make_request
 
         with self._lifecycle.syncing(payload.version, lora=True), self._timed():
@@ -108,7 +106,7 @@ class EngineWeights:
             self._stream.__exit__(type(error), error, error.__traceback__)
             raise
         self._stream.close()
-        return WeightReceipt(version, self._sent, self._sent, facts["held"])
+        return WeightReceipt(version, self._sent, facts["held"])
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

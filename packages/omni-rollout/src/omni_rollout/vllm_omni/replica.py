@@ -6,16 +6,15 @@ import asyncio
 import os
 from collections.abc import Iterable
 
+from lora_sync import WeightReceipt, buckets
 from torch import Tensor
 
-from ..backend import WeightReceipt
 from ..config import DiffusionRolloutConfig
 from ..errors import ReplicaDeadError
 from ..placement import Node, assign_nodes, cluster_nodes, import_ray, on_node
 from ..remote import Remote
 from ..replica import Replica
 from .server import vLLMOmniHttpServer
-from .shared import buckets
 
 _BUCKET_BYTES = 256 * 1024 * 1024
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..backend import Health, WeightReceipt
+from ..backend import Health
 from ..config import DiffusionRolloutConfig
 from ..errors import LifecycleError, ReplicaDeadError, ReplicaError, RolloutConfigError
 from ..lifecycle import Lifecycle
@@ -32,7 +32,7 @@ from .tokens import Prompts
 from .translate import engine_params, engine_prompt, sample_row
 
 if TYPE_CHECKING:
-    from lora_sync import LoRAPayload, LoRAReceipt
+    from lora_sync import LoRAPayload, LoRAReceipt, WeightReceipt
     from tensordict import TensorDict
 
 
@@ -179,7 +179,7 @@ class vLLMOmniHttpServer:
         return await self._weights.replace_bucket(bucket, version, first=first, last=last)
 
     async def weights_sum(self) -> str:
-        """Content sum of the transformer's base weights (see `weights.content_sum`)."""
+        """Content sum of the transformer's base weights (see `lora_sync.content_sum`)."""
         self._must_be("weights_sum", "ready", "paused", "syncing")
         return str(await self._rpc("weights_sum"))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from multiprocessing import shared_memory
 
 import safetensors.torch
@@ -28,17 +28,3 @@ def read_bucket(name: str) -> list[tuple[str, Tensor]]:
         return list(safetensors.torch.load(bytes(memory)).items())
     finally:
         block.close()
-
-
-def buckets(named: Iterable[tuple[str, Tensor]], limit_bytes: int) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
-    """Group a stream into buckets of at most `limit_bytes` (a larger tensor is one of its own): (bucket, is it the last)."""
-    held: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, value in named:
-        bytes_ = value.numel() * value.element_size()
-        if held and size + bytes_ > limit_bytes:
-            yield held, False
-            held, size = [], 0
-        held.append((name, value))
-        size += bytes_
-    yield held, True

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lora_sync.checksum import added_sums, content_sum
+from lora_sync.layers import base_name
 from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 
-from ..weights import base_name, content_sum
 from .lora_request import OmniTensorLoRARequest, checked_config, engine_name
 from .shared import read_bucket
 from .worker_adapters import WorkerAdapters
@@ -121,12 +122,12 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         return {
             **{key: sum(rank[key] for rank in ranks) for key in facts},
             "held": self.weights_sum(),
-            "sent": _added(self._sent_sums) if len(dtypes) == 1 else None,
+            "sent": added_sums(self._sent_sums) if len(dtypes) == 1 else None,
         }
 
     def weights_sum(self) -> str:
         """Content sum of the transformer's base weights, over all ranks that share its layers."""
-        return _added(_from_all_ranks(content_sum(self._own_parameters())))
+        return added_sums(_from_all_ranks(content_sum(self._own_parameters())))
 
     def _base_parameters(self) -> list[nn.Parameter]:
         """Parameters of the transformer, or of both experts, without adapters, as this rank holds them."""
@@ -167,10 +168,3 @@ def _from_all_ranks(value: Any) -> list[Any]:
     values = [None] * group.world_size
     torch.distributed.all_gather_object(values, value, group=group.cpu_group)
     return values
-
-
-def _added(sums: list[str]) -> str:
-    """Content sums of parts → content sum of the whole."""
-    pairs = [entry.split(":") for entry in sums]
-    total = sum(int(value, 16) for _, value in pairs) % 2**64
-    return f"{sum(int(count) for count, _ in pairs)}:{total:016x}"

@@ -1,0 +1,49 @@
+"""A checksum of full weights that does not depend on how a receiver lays them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from .layers import base_parameters, full
+
+_PART = 1 << 24
+_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
+
+def content_sum(tensors: Iterable[Tensor]) -> str:
+    """Checksum of all elements that does not depend on how they are laid out: "<count>:<16 hex digits>".
+
+    A sampler may fuse three projections into one tensor; the elements stay the same, and so does this sum. Each element's
+    bits go through a 64-bit mixer (the finaliser of splitmix64) and the results are added modulo 2^64, so a changed,
+    lost or doubled element shows. It does not see two elements trade places: the pictures do.
+    """
+    count, total = 0, 0
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().reshape(-1)
+        bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+        for part in bits.split(_PART):
+            x = part.to(torch.int64) + _GOLDEN
+            x = (x ^ _shift(x, 30)) * _MIX1
+            x = (x ^ _shift(x, 27)) * _MIX2
+            total += int((x ^ _shift(x, 31)).sum())
+        count += flat.numel()
+    return f"{count}:{total % 2**64:016x}"
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def added_sums(sums: Iterable[str]) -> str:
+    """Content sums of parts → content sum of the whole."""
+    pairs = [entry.split(":") for entry in sums]
+    return f"{sum(int(count) for count, _ in pairs)}:{sum(int(value, 16) for _, value in pairs) % 2**64:016x}"
+
+
+def module_sum(module: nn.Module) -> str:
+    """`content_sum` of a module's base parameters; adapters do not change it. A collective when it is sharded."""
+    return content_sum(full(parameter) for parameter in base_parameters(module).values())
