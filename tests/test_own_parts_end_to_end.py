@@ -1,4 +1,4 @@
-"""A loss and an algorithm from files of one's own, outside the repository: the real program on real Ray."""
+"""A loss, an algorithm and an agent loop from files of one's own, outside the repository: the real program on real Ray."""
 
 import json
 import os
@@ -42,11 +42,27 @@ class Weighing(RayFlowGRPOTrainer):
         batch = batch.copy()
         batch["importance"] = self.options["floor"] + batch["index"].float()
         data, metrics = super().prepare_update(batch, step)
-        return data, metrics | {"weighing/floor": self.options["floor"]}
+        turns = float(batch["turns"].mean())  # of the agent loop, which a test gives too
+        return data, metrics | {"weighing/floor": self.options["floor"], "weighing/turns": turns}
 
 
 class Stranger:
     pass
+'''
+
+
+LOOP = '''
+import torch
+from omni_rollout.loop_base import DiffusionAgentLoop
+
+
+class Marked(DiffusionAgentLoop):
+    """One turn, and a tensor that says so."""
+
+    async def run(self, requests):
+        async for places, samples in self.client.stream(requests):
+            samples["turns"] = torch.full((len(places),), 7.0)
+            yield places, samples
 '''
 
 
@@ -56,6 +72,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     (folder / "own_loss_of_a_test.py").write_text(LOSS)
     (folder / "own_algorithm_of_a_test.py").write_text(ALGORITHM)
+    (folder / "own_loop_of_a_test.py").write_text(LOOP)
     (folder / "json.py").touch()  # as people have them: it must not stand in the way of the real one
     (folder / "my-loss.py").touch()
     with pytest.MonkeyPatch.context() as kept:
@@ -70,6 +87,7 @@ def own(place):
     return [
         f"actor.diffusion_loss.loss_mode={place}/own_loss_of_a_test.py:WEIGHED",
         f"trainer.algorithm={place}/own_algorithm_of_a_test.py:Weighing",
+        f"rollout.agent.default_agent_loop={place}/own_loop_of_a_test.py:Marked",
         "actor.diffusion_loss.ref_kl_coef=0",
     ]
 
@@ -87,6 +105,7 @@ def test_a_loss_with_a_tensor_of_its_own_and_an_algorithm_with_an_option_of_its_
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:
         assert row["weighing/floor"] == 2.5
+        assert row["weighing/turns"] == 7.0
         assert row["actor/importance"] == pytest.approx(2.5 + 3.5)  # eight samples a prompt: 0 … 7
         assert row["actor/grad_norm"] > 0
     resolved = (folder / "config.yaml").read_text()
@@ -105,6 +124,9 @@ def test_a_loss_with_a_tensor_of_its_own_and_an_algorithm_with_an_option_of_its_
         (["actor.diffusion_loss.loss_mode=flow_grop"], "did you mean 'flow_grpo'"),
         (["actor.diffusion_loss.loss_mode=diffusion_nft"], "none of flowgrpo's"),
         (["trainer.algorithm=HERE/own_algorithm_of_a_test.py:Stranger"], "RayDiffusionTrainer"),
+        (["rollout.agent.default_agent_loop=HERE/nowhere.py:Loop"], "no file"),
+        (["rollout.agent.default_agent_loop=HERE/own_algorithm_of_a_test.py:Stranger"], "DiffusionAgentLoop"),
+        (["rollout.agent.default_agent_loop=./here:Loop"], "can be imported"),
         (["trainer.algorithm=no_such_module:Thing"], "no_such_module"),
         (["trainer.algorithm=thing"], "module:Class"),
         (["trainer.algorithm=HERE/json.py:Thing"], "rename the file"),

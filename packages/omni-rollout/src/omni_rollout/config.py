@@ -146,7 +146,7 @@ class AgentLoopConfig:
     """Which agent loop turns a prompt into a sample."""
 
     default_agent_loop: str = "diffusion_single_turn_agent"
-    """A name of `omni_rollout.loops.LOOPS`, or module:Class of your own."""
+    """A name of `omni_rollout.loops.LOOPS`, or module:Class of your own (in the programs also ./file.py:Class)."""
     num_turns: int = 2
     """Turns that a multi-turn loop may take at most."""
 

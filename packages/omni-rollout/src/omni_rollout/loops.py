@@ -27,7 +27,7 @@ def get_agent_loop(name: str) -> type[DiffusionAgentLoop]:
     module, _, attribute = LOOPS.get(name, name).partition(":")
     try:
         found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # TypeError: a name that begins with a dot
         raise RolloutConfigError(
             f"agent loop {name!r} is neither one of {', '.join(LOOPS)} nor a module:Class that can be imported: {error}."
         ) from error
