@@ -108,3 +108,42 @@ def test_a_small_adapter_is_not_rounded_away(step):
     assert ours < 0.01 < gap  # the merge's own rounding is noise as large as a good part of the change
     assert lost > (0.5 if step < 1e-3 else 0.0)
     print(f"step {step}: {lost:.0%} of the weights do not move, merged off by {gap:.2f}, apart by {ours:.4f}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_engine_counts_what_its_layers_hold(monkeypatch, ranks):
+    """Every element of the adapter once, whichever ranks hold it; one that is wrong in one place is not counted."""
+    pytest.importorskip("vllm")
+    from omni_rollout.vllm_omni import worker_adapters as module
+    from vllm.model_executor.layers.linear import ColumnParallelLinear
+
+    part = {"A": torch.randn(2, 5), "B": torch.randn(6, 2)}
+
+    def held(rank):
+        """A layer of `ranks` ranks: A on all of them, B cut by rows."""
+        layer = ColumnParallelLinear.__new__(ColumnParallelLinear)
+        torch.nn.Module.__init__(layer)
+        layer.tp_size, layer.tp_rank = ranks, rank
+        method = LoRAMethod(None, [6 // ranks])
+        method.active = Factors(part["A"].clone(), part["B"].chunk(ranks)[rank].clone())
+        layer.quant_method = method
+        return layer
+
+    def counted(layers):
+        worker = module.WorkerAdapters.__new__(module.WorkerAdapters)
+        worker.device = torch.device("cpu")
+        sent, parts = {"to_q": {0: part}}, []
+        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 1)
+        monkeypatch.setattr(module, "tensor_model_parallel_all_reduce", lambda value: parts.append(value) or value)
+        for layer in layers:
+            worker._equal({"to_q": layer}, sent)
+        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: ranks)
+        monkeypatch.setattr(module, "tensor_model_parallel_all_reduce", lambda value: sum(parts))
+        return worker._equal({"to_q": layers[0]}, sent)
+
+    layers = [held(rank) for rank in range(ranks)]
+    assert counted(layers) == 22
+    layers[-1].quant_method.active.b[0, 0] += 1
+    assert counted(layers) == 21
+    layers[-1].quant_method.active.a[1, 3] = float("nan")
+    assert counted(layers) < 21
