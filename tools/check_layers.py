@@ -45,9 +45,7 @@ LAZY_ONLY: dict[str, set[str]] = {
 # Modules that exist to be loaded by an optional dependency, and may therefore import it at the top.
 PLUGINS = {"omni_rollout": ("vllm_omni",), "sde_samplers": ("fast/triton_kernels.py",)}
 # Rings that are still there. The list only shrinks: a ring that is gone must leave it.
-KNOWN_RINGS: dict[str, set[str]] = {
-    "fsdp_diffusers_engine": {"checkpoint", "engine", "loop", "weights"},
-}
+KNOWN_RINGS: dict[str, set[str]] = {}
 
 
 def imports(tree: ast.AST) -> list[tuple[str, int, bool]]:

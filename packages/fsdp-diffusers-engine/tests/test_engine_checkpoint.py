@@ -77,7 +77,7 @@ def test_no_pickle_no_base_weights_and_nothing_half_written(
     def dies(*_: Any, **__: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("fsdp_diffusers_engine.checkpoint._save_rng", dies)
+    monkeypatch.setattr("fsdp_diffusers_engine.checkpoint.save_rng", dies)
     with pytest.raises(OSError, match="disk full"):
         engine.save_checkpoint(tmp_path / "ck", global_step=2)
     with pytest.raises(OSError, match="disk full"):

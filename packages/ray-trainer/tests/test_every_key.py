@@ -70,8 +70,8 @@ READERS = {
     "fsdp_diffusers_engine.forward_process:ForwardProcessDiffusersFSDPEngine": "actor.forward_process.reference_state",
     "fsdp_diffusers_engine.optim:build_optimizer": "actor.optim.lr actor.optim.betas actor.optim.eps actor.optim.weight_decay",
     f"{ENGINE}.optimizer_step": "actor.optim.clip_grad",
-    "fsdp_diffusers_engine.checkpoint:save": "actor.checkpoint.save_contents actor.checkpoint.max_ckpt_to_keep",
-    "fsdp_diffusers_engine.checkpoint:load": "actor.checkpoint.load_contents",
+    f"{ENGINE}.save_checkpoint": "actor.checkpoint.save_contents actor.checkpoint.max_ckpt_to_keep",
+    f"{ENGINE}.load_checkpoint": "actor.checkpoint.load_contents",
     "fsdp_diffusers_engine": "actor.fsdp_config.device actor.fsdp_config.mixed_precision.param_dtype "
     "actor.fsdp_config.mixed_precision.reduce_dtype actor.fsdp_config.sharding actor.fsdp_config.fsdp_size "
     "actor.fsdp_config.reshard_after_forward actor.fsdp_config.forward_prefetch actor.fsdp_config.offload_policy",

@@ -15,23 +15,19 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import weights
 from .config import CheckpointConfig
 from .errors import CheckpointError, EngineError, nearest
-
-if TYPE_CHECKING:
-    from .engine import DiffusersFSDPEngine
+from .sharding import Layout
 
 _FORMAT = 1
 _RECORD = "engine.json"
 _CONTENTS = ("model", "optimizer", "extra", "lora", "hf_model")
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def check_config(config: CheckpointConfig) -> None:
@@ -46,32 +42,20 @@ def check_config(config: CheckpointConfig) -> None:
         raise EngineError(f"max_ckpt_to_keep={config.max_ckpt_to_keep!r} must be at least 1, or null to keep all")
 
 
-def save(engine: DiffusersFSDPEngine, path: Path, global_step: int, keep: int | None) -> Path:
-    """Write ``path``; an older checkpoint there is replaced only once the new one is complete."""
-    contents = set(engine.checkpoint_config.save_contents)
-    first = engine.layout.rank == 0
+@contextmanager
+def writing(path: Path, layout: Layout, keep: int | None) -> Iterator[Path]:
+    """A folder to write a checkpoint into, which takes the place of ``path`` once every rank has written its part.
+
+    An older checkpoint there is replaced only then; of those beside it, the newest ``keep`` stay. A collective.
+    """
+    first = layout.rank == 0
     temporary = path.with_name(f".{path.name}.writing")
     if first:
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / "rng").mkdir(parents=True)
-    _barrier(engine)
-    tensors = _tensors(engine, contents, create=False)
-    if tensors:
-        from torch.distributed.checkpoint import save as save_shards
-        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
-        writer = HuggingFaceStorageWriter(str(temporary / "weights"), save_distributed=True)
-        with _quiet():
-            save_shards(tensors, storage_writer=writer, no_dist=not engine.layout.sharded)
-    if "extra" in contents:
-        _save_rng(temporary / "rng" / f"rank{engine.layout.rank}.safetensors", engine.device)
-    if "lora" in contents and engine.lora:
-        weights.export_lora(engine, temporary / "lora")
-    if "hf_model" in contents:
-        weights.export_transformer(engine, temporary / "hf_model")
-    if first:
-        (temporary / _RECORD).write_text(json.dumps(_record(engine, global_step, contents, tensors), indent=1))
-    _barrier(engine)
+    _barrier(layout)
+    yield temporary
+    _barrier(layout)
     if first:
         path.parent.mkdir(parents=True, exist_ok=True)
         retired = path.with_name(f".{path.name}.replaced")
@@ -80,58 +64,26 @@ def save(engine: DiffusersFSDPEngine, path: Path, global_step: int, keep: int | 
             path.rename(retired)
         temporary.rename(path)
         shutil.rmtree(retired, ignore_errors=True)
-        _prune(path, engine.checkpoint_config.max_ckpt_to_keep if keep is None else keep)
-    _barrier(engine)
-    return path
+        _prune(path, keep)
+    _barrier(layout)
 
 
-def load(engine: DiffusersFSDPEngine, path: Path) -> int:
-    """Restore ``path`` into ``engine``; returns the ``global_step`` it was saved with."""
-    record = _read_record(path)
-    wanted = set(engine.checkpoint_config.load_contents) & {"model", "optimizer", "extra"}
-    missing = wanted - set(record["contents"])
-    if missing:
-        raise CheckpointError(
-            f"{str(path)!r} holds {record['contents']}, and load_contents asks for {sorted(missing)} too; "
-            f"take them out of load_contents or load another checkpoint"
-        )
-    _check_fit(engine, path, record)
-    tensors = _tensors(engine, wanted, create=True)
-    if tensors:
-        _load_tensors(engine, path, tensors)
-    if "optimizer" in wanted:
-        _set_steps(engine, record["optimizer"])
-    if "extra" in wanted:
-        engine.optimizer_steps, engine.skipped_steps = record["optimizer_steps"], record["skipped_steps"]
-        engine.lr_scheduler.set_step(record["scheduler_step"])
-        _load_rng(path / "rng" / f"rank{engine.layout.rank}.safetensors", engine.device)
-    return int(record["global_step"])
+def write_tensors(folder: Path, tensors: dict[str, Tensor], layout: Layout) -> None:
+    """Every rank writes its own shards."""
+    if not tensors:
+        return
+    from torch.distributed.checkpoint import save as save_shards
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    writer = HuggingFaceStorageWriter(str(folder / "weights"), save_distributed=True)
+    with _quiet():
+        save_shards(tensors, storage_writer=writer, no_dist=not layout.sharded)
 
 
-def _tensors(engine: DiffusersFSDPEngine, contents: set[str], *, create: bool) -> dict[str, Tensor]:
-    """Everything that is kept, by name in the files: live tensors, which saving reads and loading writes in place."""
-    found: dict[str, Tensor] = {}
-    if "model" in contents:
-        found |= {f"model.{name}": p.detach() for name, p in engine.trainable.items()}
-        if engine.states is not None:
-            for state, copies in engine.states.copies.items():
-                found |= {f"state.{state}.{name}": copy for name, copy in copies.items()}
-        elif engine.lora:
-            for name, p in engine.module.named_parameters():  # those of the other policies too
-                if ".lora_A." in name or ".lora_B." in name:
-                    found.setdefault(f"model.{name}", p.detach())
-    if "optimizer" in contents:
-        for name, parameter in engine.trainable.items():
-            state = engine.optimizer.state[parameter] if create else engine.optimizer.state.get(parameter, {})
-            for moment in _MOMENTS:
-                if create and moment not in state:
-                    state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                if moment in state:
-                    found[f"optimizer.{name}.{moment}"] = state[moment].detach()
-    return found
-
-
-def _load_tensors(engine: DiffusersFSDPEngine, path: Path, tensors: dict[str, Tensor]) -> None:
+def read_tensors(path: Path, tensors: dict[str, Tensor], layout: Layout) -> None:
+    """Overwrite the named tensors with what ``path`` holds; CheckpointError where names or shapes differ."""
+    if not tensors:
+        return
     from torch.distributed.checkpoint import load as load_shards
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
@@ -165,7 +117,7 @@ def _load_tensors(engine: DiffusersFSDPEngine, path: Path, tensors: dict[str, Te
             )
     wanted = {name: tensors[name] for name in sorted(expected)}
     with _quiet():
-        load_shards(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not engine.layout.sharded)
+        load_shards(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=not layout.sharded)
 
 
 @contextmanager
@@ -176,30 +128,13 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _record(
-    engine: DiffusersFSDPEngine, global_step: int, contents: set[str], tensors: Mapping[str, Tensor]
-) -> dict[str, Any]:
-    steps = {
-        name: float(engine.optimizer.state[p]["step"])
-        for name, p in engine.trainable.items()
-        if "step" in engine.optimizer.state.get(p, {})
-    }
-    return {
-        "format": _FORMAT,
-        "global_step": global_step,
-        "contents": sorted(contents),
-        "world_size": engine.layout.world_size,
-        "architecture": engine.spec.transformer_class,
-        "lora": {"rank": engine.model_config.lora_rank, "alpha": engine.model_config.lora_alpha},
-        "optimizer_steps": engine.optimizer_steps,
-        "skipped_steps": engine.skipped_steps,
-        "scheduler_step": engine.lr_scheduler.last_epoch,
-        "optimizer": steps,
-        "tensors": len(tensors),
-    }
+def write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """What is inside, as JSON."""
+    (folder / _RECORD).write_text(json.dumps({"format": _FORMAT, **record}, indent=1))
 
 
-def _read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> dict[str, Any]:
+    """The counterpart of :func:`write_record`; CheckpointError where there is none of this format."""
     file = path / _RECORD
     if not file.is_file():
         near = sorted(p.name for p in path.parent.iterdir() if (p / _RECORD).is_file()) if path.parent.is_dir() else []
@@ -213,30 +148,27 @@ def _read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def _check_fit(engine: DiffusersFSDPEngine, path: Path, record: Mapping[str, Any]) -> None:
-    here = {"rank": engine.model_config.lora_rank, "alpha": engine.model_config.lora_alpha}
-    if record["architecture"] != engine.spec.transformer_class:
+def check_fit(path: Path, record: Mapping[str, Any], wanted: set[str], architecture: str, lora: dict[str, int]) -> None:
+    """Refuse a checkpoint of another model or LoRA, or without what is wanted of it."""
+    missing = wanted - set(record["contents"])
+    if missing:
         raise CheckpointError(
-            f"{str(path)!r} is of a {record['architecture']}, the engine has a {engine.spec.transformer_class}; "
+            f"{str(path)!r} holds {record['contents']}, and load_contents asks for {sorted(missing)} too; "
+            f"take them out of load_contents or load another checkpoint"
+        )
+    if record["architecture"] != architecture:
+        raise CheckpointError(
+            f"{str(path)!r} is of a {record['architecture']}, the engine has a {architecture}; "
             f"load it with the model it was trained from"
         )
-    if record["lora"] != here:
+    if record["lora"] != lora:
         raise CheckpointError(
-            f"{str(path)!r} was saved with LoRA {record['lora']}, the config has {here}; make them equal"
+            f"{str(path)!r} was saved with LoRA {record['lora']}, the config has {lora}; make them equal"
         )
 
 
-def _set_steps(engine: DiffusersFSDPEngine, steps: Mapping[str, float]) -> None:
-    fused = bool(engine.optimizer.defaults.get("fused"))
-    for name, parameter in engine.trainable.items():
-        if name in steps:
-            device = parameter.device if fused else torch.device("cpu")
-            engine.optimizer.state[parameter]["step"] = torch.tensor(steps[name], dtype=torch.float32, device=device)
-        else:
-            engine.optimizer.state.pop(parameter, None)
-
-
-def _save_rng(file: Path, device: torch.device) -> None:
+def save_rng(file: Path, device: torch.device) -> None:
+    """Keep this rank's generators."""
     from safetensors.torch import save_file
 
     version, numbers, gauss = random.getstate()
@@ -246,7 +178,7 @@ def _save_rng(file: Path, device: torch.device) -> None:
     save_file(states, str(file), metadata={"python": json.dumps([version, list(numbers), gauss])})
 
 
-def _load_rng(file: Path, device: torch.device) -> None:
+def load_rng(file: Path, device: torch.device) -> None:
     """Restore this rank's generators; a rank that was not there when saving keeps its own."""
     from safetensors import safe_open
 
@@ -273,6 +205,6 @@ def _prune(path: Path, keep: int | None) -> None:
             shutil.rmtree(folder)
 
 
-def _barrier(engine: DiffusersFSDPEngine) -> None:
-    if engine.layout.sharded and engine.layout.world_size > 1:
+def _barrier(layout: Layout) -> None:
+    if layout.sharded and layout.world_size > 1:
         dist.barrier()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import torch
 from lora_sync.layers import adapter_names, adapter_parameters, copy_into, reshard
 from torch import Tensor, nn
 
-from . import adapters, checkpoint, loading, loop, offload, optim, sharding, weights
+from . import adapters, checkpoint, loading, loop, losses, offload, optim, sharding, weights
 from .config import MISSING, CheckpointConfig, DiffusionModelConfig, FSDPEngineConfig, FSDPOptimizerConfig
 from .determinism import make_deterministic
 from .errors import EngineError, EngineStateError
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sde_samplers.settings import SamplerSettings
     from tensordict import TensorDict
 
-    LossFunction = Callable[..., Any]
+    from .loop import LossFunction
 
 
 class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
@@ -128,7 +128,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
         self.forwards.watch(module)
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if self.lora and config.lora_adapter_path:
-            weights.warm_start(self, config.lora_adapter_path)
+            weights.warm_start(module, config, self.spec.name)
         if not self.lora:
             self.states = WeightStates(self.trainable, self._state_names(), lambda: reshard(module))
         self.optimizer = optim.build_optimizer(self.trainable.values(), self.optimizer_config)
@@ -224,7 +224,35 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
         """
         self._need("forward_backward_batch")
         with shared_failure("forward_backward_batch"):
-            return loop.run_batch(self, data, loss_function, forward_only)
+            return self._run_batch(data, loss_function, forward_only)
+
+    def _run_batch(
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
+    ) -> list[dict[str, Any]]:
+        if not forward_only and loss_function is None:
+            raise EngineError("loss_function is None; give one, or pass forward_only=True for scores alone")
+        config = losses.config_of(loss_function)
+        micros, steps = self.prepare_batch(data, None if forward_only else config, training=not forward_only)
+        group = self.layout.dp_group
+        rounds = int(sharding.all_reduce_number(len(micros), group, torch.distributed.ReduceOp.MAX))
+        plan = [loop.ALL_STEPS] if not forward_only and losses.joins_steps(config) else list(range(steps))
+        outputs: list[dict[str, Any]] = []
+        for number in range(rounds):
+            # A rank with fewer samples repeats its last micro-batch with a zero loss: the others' collectives need it.
+            idle = number >= len(micros)
+            micro = micros[min(number, len(micros) - 1)]
+            parts = []
+            for step in plan:
+                with torch.set_grad_enabled(not forward_only):
+                    loss, part = self.forward_step(micro, loss_function, forward_only, step)
+                if loss is not None:
+                    self.backward(loss * 0.0 if idle else loss, last=number == rounds - 1 and step == plan[-1])
+                parts.append(part)
+            if not idle:
+                outputs += [loop.stack_steps(parts)] if forward_only else parts
+        if forward_only:
+            reshard(self.module)
+        return outputs
 
     @abstractmethod
     def prepare_batch(
@@ -329,7 +357,9 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
     ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
         """Weights for a rollout, one tensor at a time, and the adapter's PEFT config or None. See :mod:`.weights`."""
         self._need("get_per_tensor_param")
-        return weights.per_tensor(self, layered_summon, base_sync_done, adapter_name)
+        merge = self.model_config.lora.merge
+        tensors, config = weights.per_tensor(self.module, self.states, adapter_name, merge, base_sync_done)
+        return tensors if layered_summon else iter(list(tensors)), config
 
     def save_checkpoint(
         self, local_path: str | Path, global_step: int = 0, max_ckpt_to_keep: int | None = None
@@ -337,14 +367,78 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
         """Write a checkpoint folder; complete or absent, never half. See :mod:`.checkpoint`."""
         self._need("save_checkpoint")
         with shared_failure("save_checkpoint"):
-            return checkpoint.save(self, Path(local_path), global_step, max_ckpt_to_keep)
+            config, path, rank = self.checkpoint_config, Path(local_path), self.layout.rank
+            contents = set(config.save_contents)
+            keep = config.max_ckpt_to_keep if max_ckpt_to_keep is None else max_ckpt_to_keep
+            with checkpoint.writing(path, self.layout, keep) as folder:
+                tensors = self._kept(contents)
+                checkpoint.write_tensors(folder, tensors, self.layout)
+                if "extra" in contents:
+                    checkpoint.save_rng(folder / "rng" / f"rank{rank}.safetensors", self.device)
+                if "lora" in contents and self.lora:
+                    version = self.optimizer_steps
+                    weights.export_lora(self.module, folder / "lora", self.spec.name, version, write=rank == 0)
+                if "hf_model" in contents:
+                    kind, parts = self.spec.transformer_class, self._parts()
+                    target = folder / "hf_model"
+                    weights.export_transformer(self.module, self.lora, kind, parts, target, write=rank == 0)
+                if rank == 0:
+                    checkpoint.write_record(folder, self._record(global_step, contents, len(tensors)))
+            return path
 
     def load_checkpoint(self, local_path: str | Path) -> int:
         """Restore a checkpoint, saved by any number of ranks; returns its ``global_step``."""
         self._need("load_checkpoint")
-        with shared_failure("load_checkpoint"), ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            return checkpoint.load(self, Path(local_path))
+        with shared_failure("load_checkpoint"), torch.no_grad():
+            path, wanted = Path(local_path), set(self.checkpoint_config.load_contents) & {"model", "optimizer", "extra"}
+            record = checkpoint.read_record(path)
+            checkpoint.check_fit(path, record, wanted, self.spec.transformer_class, self._lora_shape())
+            checkpoint.read_tensors(path, self._kept(wanted, create=True), self.layout)
+            if "optimizer" in wanted:
+                optim.set_steps(self.optimizer, self.trainable, record["optimizer"])
+            if "extra" in wanted:
+                self.optimizer_steps, self.skipped_steps = record["optimizer_steps"], record["skipped_steps"]
+                self.lr_scheduler.set_step(record["scheduler_step"])
+                checkpoint.load_rng(path / "rng" / f"rank{self.layout.rank}.safetensors", self.device)
+            return int(record["global_step"])
+
+    def _kept(self, contents: set[str], *, create: bool = False) -> dict[str, Tensor]:
+        """Everything that is kept, by name in the files: live tensors, which saving reads and loading writes in place."""
+        found: dict[str, Tensor] = {}
+        if "model" in contents:
+            found |= {f"model.{name}": p.detach() for name, p in self.trainable.items()}
+            if self.states is not None:
+                for state, copies in self.states.copies.items():
+                    found |= {f"state.{state}.{name}": copy for name, copy in copies.items()}
+            for name, p in self.module.named_parameters():  # adapters of the other policies too
+                if ".lora_A." in name or ".lora_B." in name:
+                    found.setdefault(f"model.{name}", p.detach())
+        if "optimizer" in contents:
+            found |= optim.moments(self.optimizer, self.trainable, create=create)
+        return found
+
+    def _record(self, global_step: int, contents: set[str], tensors: int) -> dict[str, Any]:
+        return {
+            "global_step": global_step,
+            "contents": sorted(contents),
+            "world_size": self.layout.world_size,
+            "architecture": self.spec.transformer_class,
+            "lora": self._lora_shape(),
+            "optimizer_steps": self.optimizer_steps,
+            "skipped_steps": self.skipped_steps,
+            "scheduler_step": self.lr_scheduler.last_epoch,
+            "optimizer": optim.steps_of(self.optimizer, self.trainable),
+            "tensors": tensors,
+        }
+
+    def _lora_shape(self) -> dict[str, int]:
+        return {"rank": self.model_config.lora_rank, "alpha": self.model_config.lora_alpha}
+
+    def _parts(self) -> list[str]:
+        """Name prefixes of the transformers inside the module: one empty one, or Wan's two."""
+        if self.model_config.transformer_config is not None or self.model_config.transformer_subfolder is not None:
+            return [""]
+        return list(self.spec.transformer_folders(self.model_config.path))
 
 
 def _spec_of(config: DiffusionModelConfig) -> ModelSpec:

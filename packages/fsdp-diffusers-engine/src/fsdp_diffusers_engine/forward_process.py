@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sde_samplers.settings import SamplerSettings
     from tensordict import TensorDict
 
-    from .engine import LossFunction
+    from .loop import LossFunction
 
 LEVELS = ("schedule", "uniform", "logit_normal")
 _PER_SAMPLE_OR_STEP = ("advantages", "mask", "rollout_weights")
@@ -99,7 +99,7 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
             counted = count * steps / 2 if mask is None else float((mask[0::2] & mask[1::2]).sum())
         else:
             counted = count * steps if mask is None else float(mask.sum())
-        micros = loop.cut(self, data, tensors, counted, unit=2 if pairs else 1)
+        micros = loop.cut(self.layout, data, tensors, counted, unit=2 if pairs else 1)
         return [{**micro, "settings": settings} for micro in micros], steps
 
     def draw(self, seed: int, x0: Tensor, sigmas: Tensor | None, pairs: bool) -> tuple[Tensor, Tensor]:
@@ -155,7 +155,7 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
             if config is not None and config.needs_old_velocity:
                 row.setdefault("old_velocity", velocity.detach())
             outputs.append({"velocity": velocity})
-        return loop.apply_loss(self, loss_function, outputs, rows, micro_batch, step)
+        return loop.apply_loss(self.layout, loss_function, outputs, rows, micro_batch, step)
 
     def _other_policies(
         self, micro_batch: Mapping[str, Any], step: int, config: DiffusionLossConfig | None

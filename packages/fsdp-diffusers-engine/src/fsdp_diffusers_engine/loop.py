@@ -1,4 +1,4 @@
-"""The loop that both kinds of engine share: micro-batches, steps, ranks.
+"""What both kinds of engine share: micro-batches, steps, ranks.
 
 A micro-batch is a slice of samples; a step is one trained step of a trajectory, or one noise level of a forward process.
 Each (micro-batch, step) is one forward and one backward, unless the loss looks at a sample's steps together.
@@ -6,57 +6,27 @@ Each (micro-batch, step) is one forward and one backward, unless the loss looks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lora_sync.layers import reshard
 from torch import Tensor
 
-from . import batch, losses, sharding
+from . import batch, sharding
 from .errors import EngineError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from .engine import DiffusersFSDPEngine, LossFunction
+LossFunction = Callable[..., Any]
+"""``f(model_output=…, data=…, dp_group=…)``; see :class:`~.losses.DiffusionLoss`."""
 
 ALL_STEPS = -1
 """``step`` of a forward that covers all of a micro-batch's steps in one graph."""
 
 
-def run_batch(
-    engine: DiffusersFSDPEngine, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
-) -> list[dict[str, Any]]:
-    """See :meth:`DiffusersFSDPEngine.forward_backward_batch`."""
-    if not forward_only and loss_function is None:
-        raise EngineError("loss_function is None; give one, or pass forward_only=True for scores alone")
-    config = losses.config_of(loss_function)
-    micros, steps = engine.prepare_batch(data, None if forward_only else config, training=not forward_only)
-    group = engine.layout.dp_group
-    rounds = int(sharding.all_reduce_number(len(micros), group, torch.distributed.ReduceOp.MAX))
-    plan = [ALL_STEPS] if not forward_only and losses.joins_steps(config) else list(range(steps))
-    outputs: list[dict[str, Any]] = []
-    for number in range(rounds):
-        # A rank with fewer samples repeats its last micro-batch with a zero loss: the others' collectives need it.
-        idle = number >= len(micros)
-        micro = micros[min(number, len(micros) - 1)]
-        parts = []
-        for step in plan:
-            with torch.set_grad_enabled(not forward_only):
-                loss, part = engine.forward_step(micro, loss_function, forward_only, step)
-            if loss is not None:
-                engine.backward(loss * 0.0 if idle else loss, last=number == rounds - 1 and step == plan[-1])
-            parts.append(part)
-        if not idle:
-            outputs += [stack_steps(parts)] if forward_only else parts
-    if forward_only:
-        reshard(engine.module)
-    return outputs
-
-
 def cut(
-    engine: DiffusersFSDPEngine, data: TensorDict, tensors: Mapping[str, Tensor], counted: float, unit: int = 1
+    layout: sharding.Layout, data: TensorDict, tensors: Mapping[str, Tensor], counted: float, unit: int = 1
 ) -> list[dict[str, Any]]:
     """Micro-batches of ``micro_batch_size`` samples (a multiple of ``unit``), each with the batch's ``global_count``.
 
@@ -68,15 +38,15 @@ def cut(
         raise EngineError(f"micro_batch_size={size!r} must be a positive multiple of {unit}")
     total = batch.plain(data, "global_count")
     if total is None:
-        total = sharding.all_reduce_number(counted, engine.layout.dp_group)
+        total = sharding.all_reduce_number(counted, layout.dp_group)
     return [
-        {**batch.with_prompts(micro, engine.layout.sp_size), "global_count": max(int(total), 1)}
+        {**batch.with_prompts(micro, layout.sp_size), "global_count": max(int(total), 1)}
         for micro in batch.micro_batches(tensors, size)
     ]
 
 
 def apply_loss(
-    engine: DiffusersFSDPEngine,
+    layout: sharding.Layout,
     loss_function: LossFunction | None,
     outputs: list[dict[str, Any]],
     rows: list[dict[str, Any]],
@@ -88,7 +58,7 @@ def apply_loss(
     joint = step == ALL_STEPS
     output, row = (stack_steps(outputs), stack_steps(rows)) if joint else (outputs[0], rows[0])
     row = {**row, "global_count": micro["global_count"]}
-    result = loss_function(model_output=output, data=row, dp_group=engine.layout.dp_group)
+    result = loss_function(model_output=output, data=row, dp_group=layout.dp_group)
     return result.loss, dict(getattr(result, "statistics", None) or result.metrics)
 
 

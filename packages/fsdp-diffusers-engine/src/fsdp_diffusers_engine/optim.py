@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -96,3 +96,37 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
 def scale_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale gradients in place so that their norm is at most ``max_norm`` (torch's rule, with its 1e-6)."""
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+
+
+def moments(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], *, create: bool
+) -> dict[str, Tensor]:
+    """AdamW's moments, live, as ``optimizer.<parameter>.<moment>``; ``create`` makes those that no step has made yet."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        state = optimizer.state[parameter] if create else optimizer.state.get(parameter, {})
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if create and moment not in state:
+                state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if moment in state:
+                found[f"optimizer.{name}.{moment}"] = state[moment].detach()
+    return found
+
+
+def steps_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
+    """AdamW's own count of each parameter's steps."""
+    states = {name: optimizer.state.get(p, {}) for name, p in parameters.items()}
+    return {name: float(state["step"]) for name, state in states.items() if "step" in state}
+
+
+def set_steps(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], steps: Mapping[str, float]
+) -> None:
+    """Put those counts back; a parameter without one forgets its moments, as if it had never been stepped."""
+    fused = bool(optimizer.defaults.get("fused"))
+    for name, parameter in parameters.items():
+        if name in steps:
+            device = parameter.device if fused else torch.device("cpu")
+            optimizer.state[parameter]["step"] = torch.tensor(steps[name], dtype=torch.float32, device=device)
+        else:
+            optimizer.state.pop(parameter, None)

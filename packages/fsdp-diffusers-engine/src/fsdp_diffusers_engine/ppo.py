@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sde_samplers.settings import SamplerSettings
     from tensordict import TensorDict
 
-    from .engine import LossFunction
+    from .loop import LossFunction
 
 _TRAJECTORY = ("latents", "next_latents", "step_index", "sigmas")
 _PER_STEP = (
@@ -90,7 +90,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         if config is not None and config.resolved_step_weighting == "noise_scale" and not config.needs_trajectory:
             losses.add_noise_scale_weights(tensors, data, self.device)
         counted = float(tensors["mask"].sum()) if "mask" in tensors else float(count * steps)
-        return [{**micro, "settings": settings} for micro in loop.cut(self, data, tensors, counted)], steps
+        return [{**micro, "settings": settings} for micro in loop.cut(self.layout, data, tensors, counted)], steps
 
     def prepare_model_inputs(self, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
         """Inputs of trained step ``step``: latents [b, …], prompts, sigma [b], and the transition's three sigmas,
@@ -165,7 +165,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             outputs.append(output)
         if forward_only:
             return None, {key: outputs[0][key] for key in ("log_probs", "means", "std")}
-        return loop.apply_loss(self, loss_function, outputs, rows, micro_batch, step)
+        return loop.apply_loss(self.layout, loss_function, outputs, rows, micro_batch, step)
 
     def _reference(self, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
         with torch.no_grad(), self.disable_adapter():

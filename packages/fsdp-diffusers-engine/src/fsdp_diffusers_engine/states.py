@@ -35,7 +35,8 @@ class WeightStates:
         }
         self.active: str | None = None
 
-    def _state(self, name: str) -> dict[str, Tensor]:
+    def copy_of(self, name: str) -> dict[str, Tensor]:
+        """The kept tensors of a state by name."""
         if name not in self.copies:
             raise EngineError(
                 f"policy state {name!r} is not kept (there are {['default', *self.copies]}, nearest "
@@ -53,7 +54,7 @@ class WeightStates:
             return
         if self.active is not None:
             raise EngineError(f"use_adapter({name!r}) inside use_adapter({self.active!r}); leave that first")
-        copies = self._state(name)
+        copies = self.copy_of(name)
         self._swap(copies)
         self.active = name
         try:
@@ -88,7 +89,7 @@ class WeightStates:
                 ours.lerp_(theirs.to(ours.dtype), 1.0 - decay)
 
     def _tensors(self, name: str) -> Mapping[str, Tensor]:
-        return self.parameters if name == "default" else self._state(name)
+        return self.parameters if name == "default" else self.copy_of(name)
 
 
 class PolicyStatesMixin(LoRAAdapterMixin):

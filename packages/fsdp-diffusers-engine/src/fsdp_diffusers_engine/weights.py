@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lora_sync import LoRASyncError, base_weights, export, extract_lora, load_any, stream_lora
 from lora_sync.layers import adapter_names, adapter_parameters, base_name, copy_into, full
 from torch import Tensor, nn
 
 from . import adapters
+from .config import DiffusionModelConfig
 from .errors import EngineError
-
-if TYPE_CHECKING:
-    from .engine import DiffusersFSDPEngine
+from .states import WeightStates
 
 
 def per_tensor(
-    engine: DiffusersFSDPEngine, layered_summon: bool, base_sync_done: bool, adapter_name: str | None
+    module: nn.Module, states: WeightStates | None, policy: str | None, merge: bool, base_sync_done: bool
 ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
     """Whole tensors by name, and the adapter's PEFT config when the tensors are an adapter's.
 
-    * full fine-tuning: every weight under its stock diffusers name, of the policy state ``adapter_name``;
-    * LoRA, ``base_sync_done``: the adapter ``adapter_name`` under PEFT-neutral names, with its config;
+    * full fine-tuning (``states``): every weight under its stock diffusers name, of the policy state ``policy``;
+    * LoRA, ``base_sync_done``: the adapter ``policy`` under PEFT-neutral names, with its config;
     * LoRA, not ``base_sync_done``: the frozen base, which a rollout needs once before adapters make sense;
-    * LoRA with ``lora.merge``: every weight with the adapter folded in, without a config.
+    * LoRA with ``merge``: every weight with the adapter folded in, without a config.
 
-    ``layered_summon`` gathers one tensor at a time, so every rank has to take all of them; otherwise everything is
-    gathered before the first tensor is handed out.
+    Tensors are gathered one at a time, so every rank has to take all of them.
     """
-    name = adapter_name or adapters.TRAINED
-    config: dict[str, Any] | None = None
-    if not engine.lora:
-        tensors = _full(engine, name)
-    elif engine.model_config.lora.merge and name != adapters.REFERENCE:
-        tensors = base_weights(engine.module, name)
-    elif base_sync_done and name != adapters.REFERENCE:
-        tensors = stream_lora(engine.module, name)
-        config = peft_config(engine.module, name)
-    else:
-        tensors = base_weights(engine.module)
-    if layered_summon:
-        return tensors, config
-    return iter(list(tensors)), config
+    name = policy or adapters.TRAINED
+    if states is not None:
+        if name == adapters.TRAINED:
+            return base_weights(module), None
+        return ((base_name(key), full(copy)) for key, copy in states.copy_of(name).items()), None
+    if merge and name != adapters.REFERENCE:
+        return base_weights(module, name), None
+    if base_sync_done and name != adapters.REFERENCE:
+        return stream_lora(module, name), peft_config(module, name)
+    return base_weights(module), None
 
 
 def peft_config(module: nn.Module, name: str) -> dict[str, Any]:
@@ -53,49 +47,42 @@ def peft_config(module: nn.Module, name: str) -> dict[str, Any]:
     return {key: sorted(raw[key]) if isinstance(raw.get(key), set) else raw.get(key) for key in keep}
 
 
-def _full(engine: DiffusersFSDPEngine, state: str) -> Iterator[tuple[str, Tensor]]:
-    assert engine.states is not None
-    if state == adapters.TRAINED:
-        return base_weights(engine.module)
-    return ((base_name(name), full(copy)) for name, copy in engine.states._state(state).items())
+def export_lora(module: nn.Module, folder: Path, architecture: str, version: int, *, write: bool) -> None:
+    """Write the trained adapter as stock diffusers loads it (``pipeline.load_lora_weights(folder)``).
 
-
-def export_lora(engine: DiffusersFSDPEngine, folder: Path, adapter: str = adapters.TRAINED) -> None:
-    """Write the adapter as stock diffusers loads it (``pipeline.load_lora_weights(folder)``). A collective."""
-    payload = extract_lora(engine.module, adapter, version=engine.optimizer_steps)
-    if engine.layout.rank == 0:
+    A collective: all ranks gather, the one with ``write`` writes.
+    """
+    payload = extract_lora(module, adapters.TRAINED, version=version)
+    if write:
         folder.mkdir(parents=True, exist_ok=True)
-        export(payload, "diffusers", folder, architecture=engine.spec.name)
+        export(payload, "diffusers", folder, architecture=architecture)
 
 
-def export_transformer(engine: DiffusersFSDPEngine, folder: Path, state: str = adapters.TRAINED) -> None:
-    """Write the whole transformer, adapters folded in, as ``from_pretrained`` loads it. A collective."""
-    source = base_weights(engine.module, state) if engine.lora else _full(engine, state)
+def export_transformer(
+    module: nn.Module, lora: bool, transformer_class: str, parts: Iterable[str], folder: Path, *, write: bool
+) -> None:
+    """Write the whole transformer, the trained adapter folded in, as ``from_pretrained`` loads it. A collective, as above.
+
+    ``transformer_class`` is diffusers' name; ``parts`` are the name prefixes of the transformers inside the module: one
+    empty one, or Wan's two.
+    """
     tensors = {}
-    for name, value in source:
-        if engine.layout.rank == 0:
+    for name, value in base_weights(module, adapters.TRAINED) if lora else base_weights(module):
+        if write:
             tensors[name] = value.to("cpu", copy=True).contiguous()
-    if engine.layout.rank == 0:
-        for part in _parts(engine):
-            mine = {name.removeprefix(part): value for name, value in tensors.items() if name.startswith(part)}
-            target = folder / part.removesuffix(".") if part else folder
-            target.mkdir(parents=True, exist_ok=True)
-            _save_pretrained(engine, engine.module.get_submodule(part.removesuffix(".")), mine, target)
+    for part in parts if write else ():
+        mine = {name.removeprefix(part): value for name, value in tensors.items() if name.startswith(part)}
+        target = folder / part.removesuffix(".") if part else folder
+        target.mkdir(parents=True, exist_ok=True)
+        _save_pretrained(transformer_class, module.get_submodule(part.removesuffix(".")), mine, target)
 
 
-def _parts(engine: DiffusersFSDPEngine) -> list[str]:
-    """Name prefixes of the transformers inside the module: one empty one, or Wan's two."""
-    if engine.model_config.transformer_config is not None or engine.model_config.transformer_subfolder is not None:
-        return [""]
-    return list(engine.spec.transformer_folders(engine.model_config.path))
-
-
-def _save_pretrained(engine: DiffusersFSDPEngine, part: Any, tensors: dict[str, Tensor], folder: Path) -> None:
+def _save_pretrained(transformer_class: str, part: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     import diffusers
     from accelerate import init_empty_weights
 
     with init_empty_weights():
-        empty = getattr(diffusers, engine.spec.transformer_class).from_config(part.config)
+        empty = getattr(diffusers, transformer_class).from_config(part.config)
     empty.load_state_dict(tensors, assign=True, strict=False)
     left = [name for name, parameter in empty.named_parameters() if parameter.is_meta]
     if left:
@@ -103,22 +90,23 @@ def _save_pretrained(engine: DiffusersFSDPEngine, part: Any, tensors: dict[str, 
     empty.save_pretrained(folder, safe_serialization=True)
 
 
-def warm_start(engine: DiffusersFSDPEngine, path: str) -> None:
+def warm_start(module: nn.Module, config: DiffusionModelConfig, architecture: str) -> None:
     """Put a saved LoRA (PEFT, diffusers, ComfyUI or a payload of lora-sync) into every policy adapter.
 
     Ranks must agree; a different alpha is folded into B, so that the product is the one that was saved.
     """
+    path = str(config.lora_adapter_path)
     if not Path(path).exists():
         raise EngineError(
             f"lora_adapter_path={path!r} does not exist; give a file or folder with a saved LoRA, or null"
         )
     try:
-        payload, _ = load_any(path, architecture=engine.spec.name)
+        payload, _ = load_any(path, architecture=architecture)
     except (LoRASyncError, OSError) as error:
         raise EngineError(f"lora_adapter_path={path!r} cannot be read: {error}") from error
-    own_scale = engine.model_config.lora_alpha / engine.model_config.lora_rank
-    for adapter in adapter_names(engine.module):
-        ours = adapter_parameters(engine.module, adapter)
+    own_scale = config.lora_alpha / config.lora_rank
+    for adapter in adapter_names(module):
+        ours = adapter_parameters(module, adapter)
         lonely = sorted(set(ours) ^ set(payload.tensors))
         if lonely:
             where = "only in the file" if lonely[0] in payload.tensors else "only in the model"
