@@ -56,7 +56,7 @@ def test_fleet(worker):
     right = load_file(file)
     save_file({**right, "proj_out.weight": disturb(right["proj_out.weight"])}, file, metadata={"format": "pt"})
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
-    ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False)
+    ray.init("local", num_cpus=2, log_to_driver=False, include_dashboard=False)
     try:
 
         async def sync():
