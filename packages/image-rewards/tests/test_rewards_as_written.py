@@ -110,6 +110,38 @@ def test_names_and_options_that_do_not_fit(folder, name, options, words):
     assert "\n" not in str(caught.value)
 
 
+def test_functions_may_ask_by_name_alone():
+    def one(image, *, prompt, metadata=None, gain=1.0):
+        return gain * len(prompt) + metadata["k"]
+
+    def many(images, *, prompts, metadata):
+        return [len(prompt) + row["k"] for prompt, row in zip(prompts, metadata, strict=True)]
+
+    assert as_reward(one)(SAMPLE).unwrap() == 7
+    assert as_reward(one, {"gain": 2.0})(SAMPLE).unwrap() == 12
+    assert as_reward(many)(SAMPLE).unwrap() == 7
+    with pytest.raises(RewardConfigError, match="has no option 'prompt'"):
+        as_reward(one, {"prompt": "x"})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_an_option_that_is_no_finite_number_is_refused(value):
+    with pytest.raises(RewardConfigError, match="must be a finite number"):
+        load("ocr", exact_weight=value)
+
+
+@pytest.mark.parametrize("name", ["./my_rewards_here:red", "./notes.ipynb:red", "folder/file:red"])
+def test_a_path_without_py_is_told_so(folder, name):
+    with pytest.raises(UnknownRewardError, match=r"no module and no \.py file"):
+        load(name)
+
+
+@pytest.mark.parametrize(("components", "came"), [(None, "there is None"), ([1], r"there is a list \(\[1\]\)")])
+def test_components_that_are_no_mapping_are_said(components, came):
+    with pytest.raises(RewardError, match=came):
+        as_reward(lambda image: RewardResult(1.0, components))(SAMPLE).unwrap()
+
+
 def test_functions_get_what_they_ask_for():
     def of_lists(images, prompts, metadata):
         return [len(p) + m["k"] for p, m in zip(prompts, metadata, strict=True)]

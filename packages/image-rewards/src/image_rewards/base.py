@@ -204,9 +204,15 @@ def as_result(value: Any, name: str, sample: RewardSample) -> RewardResult:
         return RewardResult.failed(
             RewardError(f"{whose}: it returned {error}; return a finite number, or RewardResult(number, components)")
         )
+    if not isinstance(result.components, Mapping):
+        return RewardResult.failed(
+            RewardError(
+                f"{whose}: components must be {{name: finite number}}, and there is {_shown(result.components)}"
+            )
+        )
     try:
         components = {str(key): as_number(part, key) for key, part in dict(result.components).items()}
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         return RewardResult.failed(
             RewardError(f"{whose}: components must be {{name: finite number}}, and there is {error}")
         )

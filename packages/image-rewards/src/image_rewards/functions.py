@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,9 +19,9 @@ _TYPES = {"int": numbers.Integral, "float": numbers.Real, "bool": bool, "str": s
 class FunctionReward(Reward):
     """A function as a reward.
 
-    function    `f(image, prompt, metadata)` or the first one or two of these, for one sample; `f(sample)`; or, where its first
-                parameter is called `images` or `samples`, for a list of them. It returns a number or a `RewardResult` (of a list:
-                one for each). Parameters after these are its options
+    function    `f(image, prompt, metadata)` or the first one or two of these (after a star by name), for one sample; `f(sample)`;
+                or, where its first parameter is called `images` or `samples`, for a list of them. It returns a number or a
+                `RewardResult` (of a list: one for each). Parameters after these are its options
     """
 
     video = True  # the function gets what there is
@@ -46,24 +47,44 @@ class FunctionReward(Reward):
             raise RewardConfigError(
                 f"reward {self.name!r}: the function takes no picture; write it as def {self.name}(image, prompt)"
             )
+        # Behind a star they are given by name: def f(image, *, prompt).
+        names = MANY if self._many else ONE
+        self._named = (
+            {}
+            if self._whole
+            else {
+                name: field
+                for name, field in zip(names, ONE, strict=True)
+                if any(p.kind is p.KEYWORD_ONLY and p.name == name for p in parameters)
+            }
+        )
         missing = [p.name for p in needed[taken:] if p.name not in options]
         missing += [
-            p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in options
+            p.name
+            for p in parameters
+            if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in (*options, *self._named)
         ]
-        known = {p.name: p for p in parameters if p not in positional[:taken] and p.kind is not p.VAR_POSITIONAL}
+        known = {
+            p.name: p
+            for p in parameters
+            if p not in positional[:taken] and p.kind is not p.VAR_POSITIONAL and p.name not in self._named
+        }
         check_options(self.name, options, known, missing)
         self._function = functools.partial(function, **options) if options else function
 
     def score_valid(self, samples: Sequence[RewardSample]) -> Sequence[Score]:
         if self._many:
             columns = [[getattr(s, name) for s in samples] for name in ONE]
-            answer: Sequence[Score] = self._function(*([list(samples)] if self._whole else columns[: self._arguments]))
+            lists = {name: [getattr(s, field) for s in samples] for name, field in self._named.items()}
+            rows = [list(samples)] if self._whole else columns[: self._arguments]
+            answer: Sequence[Score] = self._function(*rows, **lists)
             return answer
         results: list[Score] = []
         for sample in samples:
             given = [sample] if self._whole else [getattr(sample, name) for name in ONE]
             try:
-                results.append(self._function(*given[: self._arguments]))
+                by_name = {name: getattr(sample, field) for name, field in self._named.items()}
+                results.append(self._function(*given[: self._arguments], **by_name))
             except RewardError as error:
                 results.append(RewardResult.failed(error))
         return results
@@ -124,6 +145,8 @@ def check_options(
         kind = _TYPES.get(wanted)
         if kind is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
             raise RewardConfigError(f"reward {name!r}: option {key}={value!r} must be of type {wanted}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise RewardConfigError(f"reward {name!r}: option {key}={value!r} must be a finite number")
     if missing:
         raise RewardConfigError(
             f"reward {name!r} needs the option {missing[0]!r}: set reward.options.{missing[0]}=VALUE in a config, or "

@@ -75,6 +75,10 @@ def find(name: str) -> Any:
             f"no reward is named {name!r}.{nearest(name, known)} Known: {', '.join(sorted(known))}; or give "
             "'module:attribute' or './file.py:attribute'."
         )
+    if not module_name.endswith(".py") and ("/" in module_name or os.sep in module_name):
+        raise UnknownRewardError(
+            f"reward {name!r}: {module_name!r} is no module and no .py file; give './file.py:attribute'."
+        )
     use_folder(os.getcwd())
     try:
         module = (

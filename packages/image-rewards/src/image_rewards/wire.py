@@ -19,7 +19,7 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -234,18 +234,23 @@ def encode_results(results: Sequence[RewardResult]) -> bytes:
 def decode_results(body: bytes, expected: int, where: str) -> list[RewardResult]:
     """Exactly `expected` results of an answer. Raises `RewardServiceError` on anything that is not that."""
     try:
-        answer = json.loads(body)
+        try:
+            answer = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"no JSON ({error})") from error
+        if not isinstance(answer, dict) or "results" not in answer:
+            raise ValueError(f'no {{"results": [...]}}, but {json.dumps(answer, ensure_ascii=False)[:80]}')
         rows = answer["results"]
         if not isinstance(rows, list) or len(rows) != expected:
-            raise ValueError(f"{len(rows)} results for {expected} samples")
+            raise ValueError(f"{len(rows) if isinstance(rows, list) else 'no list of'} results for {expected} samples")
         return [_result(row) for row in rows]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise RewardServiceError(
-            f"{where} answered with something that is not {expected} scores: {type(error).__name__}: {error}"
-        ) from error
+    except ValueError as error:
+        raise RewardServiceError(f"{where} answered with something that is not {expected} scores: {error}") from error
 
 
-def _result(row: Mapping[str, Any]) -> RewardResult:
+def _result(row: Any) -> RewardResult:
+    if not isinstance(row, dict) or not {"score", "components", "error"} <= row.keys():
+        raise ValueError(f"each result must be an object with score, components and error, and one is {row!r:.80}")
     error, score, given = row["error"], row["score"], row["components"]
     if not (error is None or isinstance(error, str)) or not isinstance(given, dict):
         raise ValueError(f"error={error!r:.80} must be a text or null, components={given!r:.80} an object")

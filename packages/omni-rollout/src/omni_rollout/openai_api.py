@@ -196,7 +196,7 @@ def requests_of(body: dict[str, Any], pipeline: DiffusionPipelineConfig, number:
             uid="image",
             index=index,
             prompt=prompt,
-            negative_prompt=_text(body, "negative_prompt", " " if cfg > 1 else None),
+            negative_prompt=_text(body, "negative_prompt", pipeline.negative_prompt),
             seed=_number(body, "seed", 0, 0, 2**63 - 1),
             settings=settings,
             adapter=_text(body, "adapter", "default") or "default",
