@@ -138,6 +138,10 @@ FAULTS = {
     ),
     "inverted sigmas": (scheduler(**EULER, invert_sigmas=True), "invert_sigmas=True"),
     "another time": (scheduler(**EULER, num_train_timesteps=100), "num_train_timesteps=100"),
+    "a shift that is NaN": (scheduler(**EULER, shift=float("nan")), "shift=nan must be a number above 0"),
+    "a shift of 0": (scheduler(**EULER, shift=0), "shift=0 must be a number above 0"),
+    "a shift in text": (scheduler(**EULER, base_shift="0.5"), "base_shift='0.5' must be a number"),
+    "another curve of shifts": (scheduler(**EULER, time_shift_type="cubic"), "must be exponential or linear"),
     "two spacings": (
         scheduler(**EULER, use_karras_sigmas=True, use_beta_sigmas=True),
         "use_karras_sigmas and use_beta_sigmas",

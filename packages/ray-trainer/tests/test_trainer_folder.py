@@ -72,6 +72,7 @@ def everything(place):
             "samples/mine.png",
             "checkpoints/step_000002/notes.md",
             "lora/readme.md",
+            "lora/mine.safetensors",
             "runs/other/config.yaml",
         ),
         *(

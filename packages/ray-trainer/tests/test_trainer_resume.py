@@ -152,6 +152,27 @@ def test_a_run_without_a_checkpoint_starts_over_with_any_config(bench):
     assert bench.check("reward.name=sharpness", "model.lora_rank=8") == []
 
 
+@pytest.mark.parametrize("text", ["", "<html>", "- a", "app: flowgrpo"])
+def test_a_config_that_is_none_any_more_is_said(bench, text):
+    (bench.folder / "config.yaml").write_text(text)
+    with pytest.raises(TrainerError, match=r"config.yaml is not one that a run wrote.*put it back"):
+        bench.check()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, "\xff"])
+def test_damaged_hashes_of_prompts_are_said(bench, text):
+    (bench.folder / "inputs.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(TrainerError, match="inputs.json is damaged.*delete it"):
+        bench.check()
+
+
+@pytest.mark.parametrize("text", ['{"step": 1e999}', '{"step": "x"}', "[" * 100_000])
+def test_a_damaged_pointer_is_said(bench, text):
+    (bench.folder / "checkpoints" / "latest.json").write_text(text)
+    with pytest.raises(TrainerError, match="latest.json is unreadable"):
+        bench.check()
+
+
 def test_an_older_folder_is_read_by_its_defaults(bench):
     """Keys that a version lacked are its defaults; keys that this one lacks decide nothing any more."""
     text = bench.folder.joinpath("config.yaml").read_text()

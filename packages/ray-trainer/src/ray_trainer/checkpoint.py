@@ -45,7 +45,7 @@ def latest(root: Path) -> int | None:
         return None
     try:
         step = int(json.loads(pointer.read_text(encoding="utf-8"))["step"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise TrainerError(
             f"{pointer} is unreadable ({error!r}); write the step of a whole checkpoint into it"
         ) from error

@@ -42,6 +42,15 @@ _EULER = "FlowMatchEulerDiscreteScheduler"
 _WAN_SOLVERS = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler")
 _RESPACED = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 
+_SHIFTS = (
+    "shift",
+    "flow_shift",
+    "base_shift",
+    "max_shift",
+    "shift_terminal",
+    "base_image_seq_len",
+    "max_image_seq_len",
+)
 _WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "processor", "feature_extractor", "image_processor")
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".msgpack")
@@ -137,6 +146,15 @@ def check_scheduler(folder: Path, pipeline: str) -> None:
     config = _read_json(file)
     name = config.get("_class_name")
     solvers = _WAN_SOLVERS if pipeline == "WanPipeline" else ()
+    for key in _SHIFTS:
+        value = config.get(key)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+        if value is not None and not number:
+            raise TrainerError(
+                f"{file}: {key}={value!r} must be a number above 0; set it to what the published pipeline has"
+            )
+    if config.get("time_shift_type", "exponential") not in ("exponential", "linear"):
+        raise TrainerError(f"{file}: time_shift_type={config['time_shift_type']!r} must be exponential or linear")
     respaced = [key for key in _RESPACED if config.get(key)]
     if name == _EULER:
         wrong = {

@@ -14,7 +14,7 @@ from ray_trainer.config import RunConfig, known_keys, to_yaml
 from ray_trainer.errors import TrainerError
 from ray_trainer.prompts import Prompt
 from ray_trainer.report.changes import ConfigChange, within
-from ray_trainer.run_dir import RunDir
+from ray_trainer.run_dir import RunDir, is_config
 from ray_trainer.values import free, parse_yaml, read_yaml
 
 __all__ = ["ALWAYS", "NEVER", "begin", "check_resume", "differences"]
@@ -65,6 +65,21 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}.{key}".lstrip(".")).items()}
 
 
+def _hashes(file: Path) -> dict[str, Any]:
+    """Hashes of the prompts that a run began with; none in the folder of an older version."""
+    if not file.is_file():
+        return {}
+    try:
+        hashes = json.loads(file.read_bytes())
+        if isinstance(hashes, dict):
+            return hashes
+    except (ValueError, RecursionError):
+        pass
+    raise TrainerError(
+        f"{file} is damaged: it must hold the hashes of the run's prompts; delete it to go on without them"
+    )
+
+
 def _step(folder: Path) -> int | None:
     """Steps that a run in this folder would go on from; None when it has nothing to go on from."""
     return checkpoint.latest(folder / "checkpoints") if (folder / "config.yaml").is_file() else None
@@ -86,7 +101,13 @@ def differences(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]]) -> l
     step = _step(folder) if config.trainer.on_existing == "resume" else None
     if step is None:
         return []
-    old = _flat(_plain(read_yaml(folder / "config.yaml", str(folder / "config.yaml"))))
+    written = read_yaml(folder / "config.yaml", str(folder / "config.yaml"))
+    if not is_config(written):
+        raise TrainerError(
+            f"{folder / 'config.yaml'} is not one that a run wrote, so what the run began with is unknown; put it back, or choose "
+            "another trainer.run_dir"
+        )
+    old = _flat(_plain(written))
     new = _flat(_plain(parse_yaml(to_yaml(config), "the config")))
     defaults = _flat(_plain(parse_yaml(to_yaml(RunConfig()), "the defaults")))
     # A key that the older version of the program lacked counts as its default; one that the newer lacks, as unchanged.
@@ -94,7 +115,7 @@ def differences(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]]) -> l
     after = {key: new.get(key, None if within(key, _OPTIONS) else before[key]) for key in before}
     if _follows_length(before) and _follows_length(after):
         after[_DECAY] = before[_DECAY]
-    inputs = json.loads((folder / _INPUTS).read_text(encoding="utf-8")) if (folder / _INPUTS).is_file() else {}
+    inputs = _hashes(folder / _INPUTS)
     for key in PROMPT_FILES:
         if key not in inputs:
             continue

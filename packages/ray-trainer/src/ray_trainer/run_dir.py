@@ -14,7 +14,7 @@ import re
 import shutil
 from pathlib import Path
 
-from yaml import MappingNode
+from yaml import MappingNode, Node
 
 from ray_trainer.errors import TrainerError
 from ray_trainer.values import read_yaml, section
@@ -26,7 +26,7 @@ _OURS = re.compile(
     r"config\.yaml|(metrics|changes)\.jsonl(\.tmp)?|report\.html(\.tmp)?|(environment|inputs)\.json"
     rf"|samples/{_STEP}/(grid\.png|index\.json|full/\d+\.png)"
     rf"|checkpoints/(latest\.(json|tmp)|{_STEP}/([\w.-]+/)*[\w.-]+\.(safetensors|json|metadata|distcp|tmp))"
-    r"|lora/([\w.-]+/)*[\w.-]+\.(safetensors|json)"
+    r"|lora/(transformer_2/)?\.?pytorch_lora_weights\.safetensors(\.\d+\.tmp)?"
     r"|failures/step_\d+/[\w.-]+\.(txt|json|safetensors)"
 )
 """Every file that a run writes, by its path inside the folder: what `delete` may remove."""
@@ -86,6 +86,11 @@ def check_run_dir(path: str, on_existing: str) -> None:
         ) from error
 
 
+def is_config(node: Node) -> bool:
+    """Whether a document is a `config.yaml` as runs write it."""
+    return isinstance(node, MappingNode) and {"app", "model", "actor", "rollout", "trainer"} <= set(section(node))
+
+
 def _check_ours(folder: Path) -> None:
     """Raise `TrainerError` unless the folder is a run of this program and holds nothing else: then it may be deleted."""
     refused = f"trainer.on_existing=delete does not remove {str(folder)!r}: "
@@ -99,10 +104,7 @@ def _check_ours(folder: Path) -> None:
         raise TrainerError(
             f"{refused}it holds the working folder, or is a disk of its own; choose another trainer.run_dir"
         )
-    config = read_yaml(folder / "config.yaml", str(folder / "config.yaml"))
-    if not isinstance(config, MappingNode) or not {"app", "model", "actor", "rollout", "trainer"} <= set(
-        section(config)
-    ):
+    if not is_config(read_yaml(folder / "config.yaml", str(folder / "config.yaml"))):
         raise TrainerError(f"{refused}its config.yaml is not one that a run wrote{advice}")
     for place, folders, files in os.walk(folder):
         for name in files + [name for name in folders if os.path.islink(os.path.join(place, name))]:
