@@ -173,3 +173,11 @@ def test_buckets_through_shared_memory():
         block.close()
         block.unlink()
     assert all(torch.equal(back[name], value) and back[name].dtype == value.dtype for name, value in named)
+
+
+def test_the_negative_prompt_of_the_route_is_the_pipelines():
+    from omni_rollout.openai_api import requests_of
+
+    pipeline = DiffusionPipelineConfig(height=64, width=64, true_cfg_scale=3.0, negative_prompt="blurry")
+    assert requests_of({"prompt": "x"}, pipeline, 0)[0].negative_prompt == "blurry"
+    assert requests_of({"prompt": "x", "negative_prompt": "dark"}, pipeline, 0)[0].negative_prompt == "dark"

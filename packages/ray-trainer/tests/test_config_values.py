@@ -228,3 +228,10 @@ def test_the_cases_that_were_accepted(make, given):
 def test_the_ends_of_a_range_are_accepted(make):
     config = make(f"trainer.seed={2**63 - 1}", "actor.optim.lr=1", "algorithm.step_fraction=1")
     assert (config.trainer.seed, config.actor.optim.lr) == (2**63 - 1, 1.0)
+
+
+def test_an_empty_option_is_an_empty_text_and_a_reference_takes_its_keys_type(make):
+    assert make("reward.name=http", "reward.options.url=").reward.options == {"url": ""}
+    assert make("trainer.run_dir=${trainer.seed}", "trainer.seed=7").trainer.run_dir == os.path.abspath("7")
+    with pytest.raises(TrainerError, match="trainer.total_steps in .* must be a whole number"):
+        make("trainer.total_steps=${actor.optim.lr}")
