@@ -58,7 +58,7 @@ def test_gradient_follows_from_the_definition(make_engine: Any, make_batch: Any,
     found = gradients(engine)
 
     engine.optimizer_zero_grad()
-    noise, sigma = engine.draw(3, data["final_latents"], None, mode == "dpo")
+    noise, sigma = engine.objective.draw(3, data["final_latents"], None, mode == "dpo")
     target = noise - data["final_latents"][:, None]
     ours, old, base = (velocities(engine, data, noise, sigma, state) for state in (None, "old", "reference"))
     error = lambda v: (v - target).square().mean((2, 3))  # noqa: E731
@@ -85,15 +85,15 @@ def test_gradient_follows_from_the_definition(make_engine: Any, make_batch: Any,
 def test_draws_belong_to_rows_and_change_with_the_seed(make_engine: Any, make_batch: Any) -> None:
     engine, data = make_engine("forward_process"), make_batch(count=6)
     x0, table = data["final_latents"], data["sigmas"]
-    noise, sigma = engine.draw(1, x0, table, False)
+    noise, sigma = engine.objective.draw(1, x0, table, False)
     assert noise.shape == (6, 2, 4, 64)  # three levels of the schedule, 0.99 of them
     assert set(sigma.flatten().tolist()) <= set(torch.tensor([1.0, 0.8, 0.5]).tolist())
     assert all(len(set(row.tolist())) == 2 for row in sigma)
     assert len({tuple(row.tolist()) for row in sigma}) > 1
-    assert torch.equal(engine.draw(1, x0[:3], table, False)[0], noise[:3])
-    assert not torch.equal(engine.draw(2, x0, table, False)[0], noise)
-    engine.forward_config = ForwardProcessConfig(levels="uniform", num_levels=200, shift=3.0)
-    drawn = engine.draw(1, x0, None, False)[1].flatten()
+    assert torch.equal(engine.objective.draw(1, x0[:3], table, False)[0], noise[:3])
+    assert not torch.equal(engine.objective.draw(2, x0, table, False)[0], noise)
+    engine.objective.config = ForwardProcessConfig(levels="uniform", num_levels=200, shift=3.0)
+    drawn = engine.objective.draw(1, x0, None, False)[1].flatten()
     assert drawn.min() >= 1e-3
     assert drawn.max() <= 1.0
     assert drawn.median() == pytest.approx(0.75, abs=0.06)  # 3/2 over 2: the shifted median

@@ -55,7 +55,7 @@ def test_rows_of_one_length_need_no_mask(make_engine: Any, make_batch: Any) -> N
     engine, data = make_engine(), make_batch(count=4, tokens=9)
     lengths = torch.tensor([4, 4, 9, 9])
     data["prompt_embeds_mask"] = torch.arange(9) < lengths[:, None]
-    micros, _ = engine.prepare_batch(data, None, training=False)
+    micros, _ = engine.objective.prepare(engine, data, None, training=False)
     assert [micro["cond"].embeds.shape[1] for micro in micros] == [4, 9]
     assert all(micro["cond"].full for micro in micros)
     mixed = prompts({key: data[key] for key in ("prompt_embeds", "prompt_embeds_mask")})

@@ -67,7 +67,7 @@ READERS = {
     "fsdp_diffusers_engine.forward_process:_levels": "actor.forward_process.levels actor.forward_process.num_levels "
     "actor.forward_process.schedule_fraction actor.forward_process.logit_mean actor.forward_process.logit_std "
     "actor.forward_process.shift actor.forward_process.min_sigma",
-    "fsdp_diffusers_engine.forward_process:ForwardProcessDiffusersFSDPEngine": "actor.forward_process.reference_state",
+    "fsdp_diffusers_engine.forward_process:ForwardProcess": "actor.forward_process.reference_state",
     "fsdp_diffusers_engine.optim:build_optimizer": "actor.optim.lr actor.optim.betas actor.optim.eps actor.optim.weight_decay",
     f"{ENGINE}.optimizer_step": "actor.optim.clip_grad",
     f"{ENGINE}.save_checkpoint": "actor.checkpoint.save_contents actor.checkpoint.max_ckpt_to_keep",

@@ -25,9 +25,9 @@ from .errors import CheckpointError, EngineError, EngineStateError, RankError
 if TYPE_CHECKING:
     from .engine import DiffusersFSDPEngine
     from .forward_process import ForwardProcessDiffusersFSDPEngine
-    from .loop import gather_outputs
     from .losses import DiffusionLoss
     from .metrics import reduce_metrics
+    from .objective import gather_outputs
     from .padding import embeds_no_padding_2_padding, embeds_padding_2_no_padding
     from .ppo import PPODiffusersFSDPEngine
     from .worker import TrainingWorker, remote_workers
@@ -40,7 +40,7 @@ _HOMES = {
     "embeds_padding_2_no_padding": "padding",
     "ForwardProcessDiffusersFSDPEngine": "forward_process",
     "TrainingWorker": "worker",
-    "gather_outputs": "loop",
+    "gather_outputs": "objective",
     "reduce_metrics": "metrics",
     "remote_workers": "worker",
 }

@@ -1,15 +1,13 @@
 """`DiffusersFSDPEngine`: one diffusers transformer, trained by LoRA or in full, in one process or many.
 
-The base class owns what every algorithm shares: building, modes, the optimizer step, policy states, weights for the
-rollout, checkpoints. What a forward is, and which loss it feeds, is the business of two small subclasses
-(:mod:`.ppo`, :mod:`.forward_process`).
+The engine owns what every algorithm shares: the module, sharding, modes, the optimizer step, policy states, weights for the
+rollout, checkpoints. How a batch is prepared and scored is its objective's business (:mod:`.ppo`, :mod:`.forward_process`).
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,29 +16,28 @@ import torch
 from lora_sync.layers import adapter_names, adapter_parameters, copy_into, reshard
 from torch import Tensor, nn
 
-from . import adapters, checkpoint, loading, loop, losses, offload, optim, sharding, weights
+from . import adapters, checkpoint, loading, losses, offload, optim, sharding, weights
 from .config import MISSING, CheckpointConfig, DiffusionModelConfig, FSDPEngineConfig, FSDPOptimizerConfig
 from .determinism import make_deterministic
 from .errors import EngineError, EngineStateError
 from .failures import shared_failure
 from .forwards import ForwardCounter
+from .objective import ALL_STEPS, LossFunction, Objective, stack_steps
 from .precision import dtype_of, keep_adapters_in
 from .recompute import Recompute
 from .states import PolicyStatesMixin, WeightStates
 
 if TYPE_CHECKING:
-    from diffusion_losses.config import DiffusionLossConfig
     from model_specs import ModelSpec, PromptEmbeds
     from sde_samplers.settings import SamplerSettings
     from tensordict import TensorDict
 
-    from .loop import LossFunction
 
-
-class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
+class DiffusersFSDPEngine(PolicyStatesMixin):
     """Engine over one transformer. Construct, :meth:`initialize`, then train.
 
     Args:
+        objective: how a batch is prepared and scored.
         model_config: what is trained. engine_config: where and how. optimizer_config, checkpoint_config: as named.
 
     Attributes (after :meth:`initialize`):
@@ -61,11 +58,13 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
 
     def __init__(
         self,
+        objective: Objective,
         model_config: DiffusionModelConfig,
         engine_config: FSDPEngineConfig | None = None,
         optimizer_config: FSDPOptimizerConfig | None = None,
         checkpoint_config: CheckpointConfig | None = None,
     ) -> None:
+        self.objective = objective
         self.model_config = model_config
         self.engine_config = engine_config or FSDPEngineConfig()
         self.optimizer_config = optimizer_config or FSDPOptimizerConfig()
@@ -232,10 +231,10 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
         if not forward_only and loss_function is None:
             raise EngineError("loss_function is None; give one, or pass forward_only=True for scores alone")
         config = losses.config_of(loss_function)
-        micros, steps = self.prepare_batch(data, None if forward_only else config, training=not forward_only)
+        micros, steps = self.objective.prepare(self, data, None if forward_only else config, training=not forward_only)
         group = self.layout.dp_group
         rounds = int(sharding.all_reduce_number(len(micros), group, torch.distributed.ReduceOp.MAX))
-        plan = [loop.ALL_STEPS] if not forward_only and losses.joins_steps(config) else list(range(steps))
+        plan = [ALL_STEPS] if not forward_only and losses.joins_steps(config) else list(range(steps))
         outputs: list[dict[str, Any]] = []
         for number in range(rounds):
             # A rank with fewer samples repeats its last micro-batch with a zero loss: the others' collectives need it.
@@ -244,27 +243,15 @@ class DiffusersFSDPEngine(PolicyStatesMixin, ABC):
             parts = []
             for step in plan:
                 with torch.set_grad_enabled(not forward_only):
-                    loss, part = self.forward_step(micro, loss_function, forward_only, step)
+                    loss, part = self.objective.forward(self, micro, loss_function, forward_only, step)
                 if loss is not None:
                     self.backward(loss * 0.0 if idle else loss, last=number == rounds - 1 and step == plan[-1])
                 parts.append(part)
             if not idle:
-                outputs += [loop.stack_steps(parts)] if forward_only else parts
+                outputs += [stack_steps(parts)] if forward_only else parts
         if forward_only:
             reshard(self.module)
         return outputs
-
-    @abstractmethod
-    def prepare_batch(
-        self, data: TensorDict, config: DiffusionLossConfig | None, training: bool
-    ) -> tuple[list[dict[str, Any]], int]:
-        """Check a batch and cut it: (micro-batches, number of steps that each is forwarded for)."""
-
-    @abstractmethod
-    def forward_step(
-        self, micro_batch: Mapping[str, Any], loss_function: LossFunction | None, forward_only: bool, step: int
-    ) -> tuple[Tensor | None, dict[str, Any]]:
-        """One forward and its loss: (loss to differentiate or None, metrics or scores)."""
 
     def forward_backward(self, data: TensorDict, loss_function: LossFunction) -> list[dict[str, Any]]:
         """Short form of :meth:`forward_backward_batch` in training mode."""

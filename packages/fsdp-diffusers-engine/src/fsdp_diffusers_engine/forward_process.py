@@ -1,4 +1,4 @@
-"""Forward-process engine: noise clean latents and score the velocity (DiffusionNFT, Diffusion-DPO, AWM).
+"""Forward processes: noise clean latents and score the velocity (DiffusionNFT, Diffusion-DPO, AWM).
 
 B samples, W noise levels per sample, K sampler steps, ``…`` the latent's own shape.
 
@@ -17,24 +17,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import batch, loop, losses
+from . import batch, losses, objective
 from .config import CheckpointConfig, DiffusionModelConfig, ForwardProcessConfig, FSDPEngineConfig, FSDPOptimizerConfig
 from .engine import DiffusersFSDPEngine
 from .errors import EngineError, nearest
+from .objective import LossFunction, Objective, Policy
 
 if TYPE_CHECKING:
     from diffusion_losses.config import DiffusionLossConfig
     from sde_samplers.settings import SamplerSettings
     from tensordict import TensorDict
 
-    from .loop import LossFunction
 
 LEVELS = ("schedule", "uniform", "logit_normal")
 _PER_SAMPLE_OR_STEP = ("advantages", "mask", "rollout_weights")
 
 
-class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
-    """Engine for losses on the velocity at freshly noised latents.
+class ForwardProcess(Objective):
+    """Objective of losses on the velocity at freshly noised latents.
 
     Batch: ``final_latents`` [B, …] fp32 (clean), prompts as for the policy-gradient engine, ``sigmas`` [B, K+1] or
     [K+1] for levels from the sampler's schedule. ``advantages`` [B] for NFT and AWM; for DPO the rows come in pairs
@@ -48,22 +48,14 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
     A forward-only pass returns ``error`` [b, W], the mean squared error of the velocity, and ``sigma`` [b, W].
     """
 
-    def __init__(
-        self,
-        model_config: DiffusionModelConfig,
-        engine_config: FSDPEngineConfig | None = None,
-        optimizer_config: FSDPOptimizerConfig | None = None,
-        checkpoint_config: CheckpointConfig | None = None,
-        forward_config: ForwardProcessConfig | None = None,
-    ) -> None:
-        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
-        self.forward_config = forward_config or ForwardProcessConfig()
-        if self.forward_config.levels not in LEVELS:
-            near = nearest(self.forward_config.levels, LEVELS, 1)
-            raise EngineError(f"levels={self.forward_config.levels!r} is unknown; use one of {LEVELS} (nearest {near})")
+    def __init__(self, config: ForwardProcessConfig | None = None) -> None:
+        self.config = config or ForwardProcessConfig()
+        if self.config.levels not in LEVELS:
+            near = nearest(self.config.levels, LEVELS, 1)
+            raise EngineError(f"levels={self.config.levels!r} is unknown; use one of {LEVELS} (nearest {near})")
 
-    def prepare_batch(
-        self, data: TensorDict, config: DiffusionLossConfig | None, training: bool
+    def prepare(
+        self, policy: Policy, data: TensorDict, config: DiffusionLossConfig | None, training: bool
     ) -> tuple[list[dict[str, Any]], int]:
         """Check the batch, draw noise and levels, cut: (micro-batches, number of noise levels)."""
         # These losses match the conditional velocity, however the samples were drawn.
@@ -82,12 +74,13 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
         if seed is None:
             raise EngineError("the batch has no 'noise_seed'; put a number that changes with every update into it")
         own = losses.own_tensors(config, data)
-        tensors = batch.select(data, ("final_latents", *batch.PROMPTS, *_PER_SAMPLE_OR_STEP, *own), self.device)
-        noise, sigma = self.draw(int(seed), x0, data["sigmas"] if "sigmas" in data.keys() else None, pairs)  # noqa: SIM118
+        tensors = batch.select(data, ("final_latents", *batch.PROMPTS, *_PER_SAMPLE_OR_STEP, *own), policy.device)
+        table = data["sigmas"] if "sigmas" in data.keys() else None  # noqa: SIM118
+        noise, sigma = self.draw(int(seed), x0, table, pairs, policy.layout.dp_group)
         count, steps = sigma.shape
         for key in own:  # one value, or one tensor, per sample: the same at every level
             tensors[key] = tensors[key].unsqueeze(1).expand(count, steps, *tensors[key].shape[1:])
-        tensors |= {"noise": noise.to(self.device), "sigma": sigma.to(self.device)}
+        tensors |= {"noise": noise.to(policy.device), "sigma": sigma.to(policy.device)}
         for key in _PER_SAMPLE_OR_STEP:
             if key in tensors and tensors[key].ndim == 1:
                 tensors[key] = tensors[key][:, None].expand(count, steps)
@@ -99,20 +92,22 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
             counted = count * steps / 2 if mask is None else float((mask[0::2] & mask[1::2]).sum())
         else:
             counted = count * steps if mask is None else float(mask.sum())
-        micros = loop.cut(self.layout, data, tensors, counted, unit=2 if pairs else 1)
+        micros = objective.cut(policy.layout, data, tensors, counted, unit=2 if pairs else 1)
         return [{**micro, "settings": settings} for micro in micros], steps
 
-    def draw(self, seed: int, x0: Tensor, sigmas: Tensor | None, pairs: bool) -> tuple[Tensor, Tensor]:
-        """Noise [B, W, …] and levels [B, W] for this rank's rows of the batch, fp32 on the CPU."""
+    def draw(
+        self, seed: int, x0: Tensor, sigmas: Tensor | None, pairs: bool, group: dist.ProcessGroup | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Noise [B, W, …] and levels [B, W] for this rank's rows of the batch that ``group`` shares, fp32 on the CPU."""
         from sde_samplers import sample_generator
 
-        config = self.forward_config
+        config = self.config
         table = None
         if config.levels == "schedule":
             if sigmas is None:
                 raise EngineError("levels='schedule' draws from the sampler's sigmas, and the batch has none; add them")
             table = (sigmas if sigmas.ndim == 1 else sigmas[0]).cpu()[:-1]  # the last entry is exactly clean
-        first = _first_row(len(x0), self.layout.dp_group)
+        first = _first_row(len(x0), group)
         noise, levels = [], []
         for row in range(first, first + len(x0)):
             generator = sample_generator(seed, str(row // 2 if pairs else row), 0)
@@ -121,7 +116,7 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
             noise.append(torch.randn(len(drawn), *x0.shape[1:], generator=generator))
         return torch.stack(noise), torch.stack(levels)
 
-    def prepare_model_inputs(self, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
+    def inputs(self, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
         """Noised latents [b, …] at level ``step`` with their sigma [b], noise, and prompts."""
         x0, noise, sigma = micro_batch["final_latents"], micro_batch["noise"][:, step], micro_batch["sigma"][:, step]
         t = sigma.reshape(-1, *(1,) * (x0.ndim - 1))
@@ -134,18 +129,23 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
             "negative": micro_batch["negative"],
         }
 
-    def forward_step(
-        self, micro_batch: Mapping[str, Any], loss_function: LossFunction | None, forward_only: bool, step: int
+    def forward(
+        self,
+        policy: Policy,
+        micro_batch: Mapping[str, Any],
+        loss_function: LossFunction | None,
+        forward_only: bool,
+        step: int,
     ) -> tuple[Tensor | None, dict[str, Any]]:
         """The policy's velocity at one noise level of a micro-batch, with those of the old and reference policy."""
-        indices = range(micro_batch["sigma"].shape[1]) if step == loop.ALL_STEPS else (step,)
+        indices = range(micro_batch["sigma"].shape[1]) if step == objective.ALL_STEPS else (step,)
         # Other policies go first: a full fine-tuning swaps weights for them, which no graph may be waiting for.
         config = losses.config_of(loss_function)
-        rows = [{} if forward_only else self._other_policies(micro_batch, index, config) for index in indices]
+        rows = [{} if forward_only else self._other_policies(policy, micro_batch, index, config) for index in indices]
         outputs: list[dict[str, Any]] = []
         for index, row in zip(indices, rows, strict=True):
-            inputs = self.prepare_model_inputs(micro_batch, index)
-            velocity = self._velocity(inputs, micro_batch["settings"])
+            inputs = self.inputs(micro_batch, index)
+            velocity = _velocity(policy, inputs, micro_batch["settings"])
             if forward_only:
                 target = inputs["noise"] - inputs["x0"]
                 return None, {"error": (velocity - target).square().flatten(1).mean(1), "sigma": inputs["sigma"]}
@@ -155,27 +155,28 @@ class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
             if config is not None and config.needs_old_velocity:
                 row.setdefault("old_velocity", velocity.detach())
             outputs.append({"velocity": velocity})
-        return loop.apply_loss(self.layout, loss_function, outputs, rows, micro_batch, step)
+        return objective.apply_loss(policy.layout, loss_function, outputs, rows, micro_batch, step)
 
     def _other_policies(
-        self, micro_batch: Mapping[str, Any], step: int, config: DiffusionLossConfig | None
+        self, policy: Policy, micro_batch: Mapping[str, Any], step: int, config: DiffusionLossConfig | None
     ) -> dict[str, Any]:
         """Velocities of the old and the reference policy, as far as the loss reads them."""
         if config is None:
             return {}
-        inputs = self.prepare_model_inputs(micro_batch, step)
+        inputs = self.inputs(micro_batch, step)
         found: dict[str, Any] = {}
-        reference = self.forward_config.reference_state if config.needs_reference else None
-        old = "old" if config.needs_old_velocity and "old" in self.model_config.policy_state_adapters else None
+        reference = self.config.reference_state if config.needs_reference else None
+        old = "old" if config.needs_old_velocity and "old" in policy.model_config.policy_state_adapters else None
         for state in dict.fromkeys(name for name in (old, reference) if name is not None):
-            with torch.no_grad(), self.use_adapter(state):
-                velocity = self._velocity(inputs, micro_batch["settings"])
+            with torch.no_grad(), policy.use_adapter(state):
+                velocity = _velocity(policy, inputs, micro_batch["settings"])
             found |= {"old_velocity": velocity} if state == old else {}
             found |= {"ref_velocity": velocity} if state == reference else {}
         return found
 
-    def _velocity(self, inputs: Mapping[str, Any], settings: SamplerSettings) -> Tensor:
-        return self.velocity(inputs["latents"], inputs["sigma"], inputs["cond"], inputs["negative"], settings)
+
+def _velocity(policy: Policy, inputs: Mapping[str, Any], settings: SamplerSettings) -> Tensor:
+    return policy.velocity(inputs["latents"], inputs["sigma"], inputs["cond"], inputs["negative"], settings)
 
 
 def _levels(config: ForwardProcessConfig, table: Tensor | None, generator: torch.Generator) -> Tensor:
@@ -203,3 +204,18 @@ def _first_row(count: int, group: dist.ProcessGroup | None) -> int:
     counts[dist.get_rank(group)] = count
     dist.all_reduce(counts, group=group)
     return int(counts[: dist.get_rank(group)].sum())
+
+
+class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
+    """An engine with that objective; see :class:`ForwardProcess` for its batches."""
+
+    def __init__(
+        self,
+        model_config: DiffusionModelConfig,
+        engine_config: FSDPEngineConfig | None = None,
+        optimizer_config: FSDPOptimizerConfig | None = None,
+        checkpoint_config: CheckpointConfig | None = None,
+        forward_config: ForwardProcessConfig | None = None,
+    ) -> None:
+        made = ForwardProcess(forward_config)
+        super().__init__(made, model_config, engine_config, optimizer_config, checkpoint_config)

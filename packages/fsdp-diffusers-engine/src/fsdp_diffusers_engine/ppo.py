@@ -1,4 +1,4 @@
-"""Policy-gradient engine: replay trained steps of a rollout and score them (FlowGRPO, MixGRPO, GRPO-Guard, …).
+"""Policy gradients: replay trained steps of a rollout and score them (FlowGRPO, MixGRPO, GRPO-Guard, …).
 
 B samples, W trained steps, K sampler steps, S prompt tokens, C channels, ``…`` the latent's own shape.
 
@@ -17,16 +17,18 @@ import torch
 from sde_samplers import sde_step
 from torch import Tensor
 
-from . import batch, loop, losses
+from . import batch, losses, objective
+from .adapters import REFERENCE
+from .config import CheckpointConfig, DiffusionModelConfig, FSDPEngineConfig, FSDPOptimizerConfig
 from .engine import DiffusersFSDPEngine
 from .errors import EngineError
+from .objective import LossFunction, Objective, Policy
 
 if TYPE_CHECKING:
     from diffusion_losses.config import DiffusionLossConfig
     from sde_samplers.settings import SamplerSettings
     from tensordict import TensorDict
 
-    from .loop import LossFunction
 
 _TRAJECTORY = ("latents", "next_latents", "step_index", "sigmas")
 _PER_STEP = (
@@ -41,8 +43,8 @@ _PER_STEP = (
 _PER_SAMPLE_OR_STEP = ("advantages", "mask")
 
 
-class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
-    """Engine for losses on the log-probability of sampled transitions.
+class Replay(Objective):
+    """Objective of losses on the log-probability of sampled transitions.
 
     Batch: ``latents``, ``next_latents`` [B, W, …] fp32, ``step_index`` [B, W], ``sigmas`` [B, K+1] or [K+1] fp32,
     ``prompt_embeds`` [B, S, C] with ``prompt_embeds_mask`` [B, S] (or jagged), ``negative_prompt_embeds`` with mask
@@ -56,8 +58,8 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
     A forward-only pass returns ``log_probs``, ``std`` [b, W] and ``means`` [b, W, …] per micro-batch.
     """
 
-    def prepare_batch(
-        self, data: TensorDict, config: DiffusionLossConfig | None, training: bool
+    def prepare(
+        self, policy: Policy, data: TensorDict, config: DiffusionLossConfig | None, training: bool
     ) -> tuple[list[dict[str, Any]], int]:
         """Check the batch, take what is needed of it, and cut it: (micro-batches, number of trained steps)."""
         settings = batch.settings_of(data)
@@ -69,7 +71,7 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             batch.tensor(data, "advantages", "compute advantages before the update")
         of_samples = (*_PER_SAMPLE_OR_STEP, *losses.own_tensors(config, data))
         keys = (*_TRAJECTORY, *batch.PROMPTS, *((*_PER_STEP, *of_samples) if training else ()))
-        tensors = batch.select(data, keys, self.device)
+        tensors = batch.select(data, keys, policy.device)
         # The schedule stays on the CPU: its numbers are read there, and reading them from a GPU would wait for it.
         tensors |= {key: data[key].cpu() for key in ("step_index", "sigmas")}
         count, steps = tensors["latents"].shape[:2]
@@ -88,11 +90,13 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             remedy = "give old_log_probs, or the rollout's own under that name"
             tensors["old_log_probs"] = batch.tensor(tensors, "rollout_log_probs", remedy)
         if config is not None and config.resolved_step_weighting == "noise_scale" and not config.needs_trajectory:
-            losses.add_noise_scale_weights(tensors, data, self.device)
+            losses.add_noise_scale_weights(tensors, data, policy.device)
         counted = float(tensors["mask"].sum()) if "mask" in tensors else float(count * steps)
-        return [{**micro, "settings": settings} for micro in loop.cut(self.layout, data, tensors, counted)], steps
+        return [
+            {**micro, "settings": settings} for micro in objective.cut(policy.layout, data, tensors, counted)
+        ], steps
 
-    def prepare_model_inputs(self, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
+    def inputs(self, policy: Policy, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
         """Inputs of trained step ``step``: latents [b, …], prompts, sigma [b], and the transition's three sigmas,
         which are plain numbers where all samples share them (then the arithmetic is the rollout's own, to the bit)."""
         rows = torch.arange(len(micro_batch["step_index"]))
@@ -105,16 +109,14 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
         return {
             "latents": micro_batch["latents"][:, step],
             "next_latents": micro_batch["next_latents"][:, step],
-            "sigma": sigma.to(self.device),
-            "sigma_next": sigma_next.to(self.device),
+            "sigma": sigma.to(policy.device),
+            "sigma_next": sigma_next.to(policy.device),
             "transition": {k: float(v[0]) for k, v in transition.items()} if shared else transition,
             "cond": micro_batch["cond"],
             "negative": micro_batch["negative"],
         }
 
-    def prepare_model_outputs(
-        self, velocity: Tensor, inputs: Mapping[str, Any], settings: SamplerSettings
-    ) -> dict[str, Any]:
+    def score(self, velocity: Tensor, inputs: Mapping[str, Any], settings: SamplerSettings) -> dict[str, Any]:
         """Score the stored transition: ``log_probs``, ``std`` [b], ``means``, ``velocity`` [b, …]."""
         step = sde_step(
             inputs["latents"],
@@ -131,17 +133,24 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             )
         return {"log_probs": step.log_prob, "means": step.mean, "std": step.std, "velocity": velocity}
 
-    def replay_step(self, micro_batch: Mapping[str, Any], step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(inputs, outputs) of one trained step under the policy that is active."""
+    def replay(
+        self, policy: Policy, micro_batch: Mapping[str, Any], step: int
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(inputs, outputs) of one trained step under the policy state that is active."""
         settings: SamplerSettings = micro_batch["settings"]
-        inputs = self.prepare_model_inputs(micro_batch, step)
-        velocity = self.velocity(inputs["latents"], inputs["sigma"], inputs["cond"], inputs["negative"], settings)
-        return inputs, self.prepare_model_outputs(velocity, inputs, settings)
+        inputs = self.inputs(policy, micro_batch, step)
+        velocity = policy.velocity(inputs["latents"], inputs["sigma"], inputs["cond"], inputs["negative"], settings)
+        return inputs, self.score(velocity, inputs, settings)
 
-    def forward_step(
-        self, micro_batch: Mapping[str, Any], loss_function: LossFunction | None, forward_only: bool, step: int
+    def forward(
+        self,
+        policy: Policy,
+        micro_batch: Mapping[str, Any],
+        loss_function: LossFunction | None,
+        forward_only: bool,
+        step: int,
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Replay trained step ``step`` of a micro-batch (:data:`~.loop.ALL_STEPS`: all of them in one graph).
+        """Replay trained step ``step`` of a micro-batch (:data:`~.objective.ALL_STEPS`: all of them in one graph).
 
         The reference policy's transition is computed here, without gradient, when the loss wants it and the batch has
         none: with a LoRA that is one more forward with adapters off, and no second model.
@@ -153,21 +162,34 @@ class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
             and config.needs_reference
             and config.reference_key not in micro_batch
         )
-        indices = range(micro_batch["latents"].shape[1]) if step == loop.ALL_STEPS else (step,)
+        indices = range(micro_batch["latents"].shape[1]) if step == objective.ALL_STEPS else (step,)
         # The reference goes first: a full fine-tuning swaps weights for it, which no graph may be waiting for.
-        rows = [self._reference(micro_batch, index) if want_reference else {} for index in indices]
+        rows = [self._reference(policy, micro_batch, index) if want_reference else {} for index in indices]
         outputs: list[dict[str, Any]] = []
         for index, row in zip(indices, rows, strict=True):
-            inputs, output = self.replay_step(micro_batch, index)
+            inputs, output = self.replay(policy, micro_batch, index)
             wanted = (*_PER_STEP, *_PER_SAMPLE_OR_STEP, *losses.own_tensors(config))
             row |= {key: micro_batch[key][:, index] for key in wanted if key in micro_batch}
             row |= {key: inputs[key] for key in ("sigma", "sigma_next", "next_latents")}
             outputs.append(output)
         if forward_only:
             return None, {key: outputs[0][key] for key in ("log_probs", "means", "std")}
-        return loop.apply_loss(self.layout, loss_function, outputs, rows, micro_batch, step)
+        return objective.apply_loss(policy.layout, loss_function, outputs, rows, micro_batch, step)
 
-    def _reference(self, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
-        with torch.no_grad(), self.disable_adapter():
-            _, base = self.replay_step(micro_batch, step)
+    def _reference(self, policy: Policy, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
+        with torch.no_grad(), policy.use_adapter(REFERENCE):
+            _, base = self.replay(policy, micro_batch, step)
         return {"ref_means": base["means"], "ref_velocity": base["velocity"]}
+
+
+class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
+    """An engine that replays; see :class:`Replay` for its batches, :class:`DiffusersFSDPEngine` for its arguments."""
+
+    def __init__(
+        self,
+        model_config: DiffusionModelConfig,
+        engine_config: FSDPEngineConfig | None = None,
+        optimizer_config: FSDPOptimizerConfig | None = None,
+        checkpoint_config: CheckpointConfig | None = None,
+    ) -> None:
+        super().__init__(Replay(), model_config, engine_config, optimizer_config, checkpoint_config)

@@ -26,9 +26,9 @@ from .config import TrainingWorkerConfig
 from .engine import DiffusersFSDPEngine
 from .errors import EngineError, EngineStateError
 from .forward_process import ForwardProcessDiffusersFSDPEngine
-from .loop import gather_outputs
 from .losses import DiffusionLoss, FirstUpdateLoss
 from .metrics import reduce_metrics
+from .objective import gather_outputs
 from .ppo import PPODiffusersFSDPEngine
 
 if TYPE_CHECKING:

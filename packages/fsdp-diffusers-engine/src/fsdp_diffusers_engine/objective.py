@@ -1,4 +1,4 @@
-"""What both kinds of engine share: micro-batches, steps, ranks.
+"""What an objective is, and what both kinds share: micro-batches, steps, ranks.
 
 A micro-batch is a slice of samples; a step is one trained step of a trajectory, or one noise level of a forward process.
 Each (micro-batch, step) is one forward and one backward, unless the loss looks at a sample's steps together.
@@ -6,8 +6,10 @@ Each (micro-batch, step) is one forward and one backward, unless the loss looks 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,13 +18,60 @@ from . import batch, sharding
 from .errors import EngineError
 
 if TYPE_CHECKING:
+    from diffusion_losses.config import DiffusionLossConfig
+    from model_specs import PromptEmbeds
+    from sde_samplers.settings import SamplerSettings
     from tensordict import TensorDict
+
+    from .config import DiffusionModelConfig
 
 LossFunction = Callable[..., Any]
 """``f(model_output=…, data=…, dp_group=…)``; see :class:`~.losses.DiffusionLoss`."""
 
 ALL_STEPS = -1
 """``step`` of a forward that covers all of a micro-batch's steps in one graph."""
+
+
+class Policy(Protocol):
+    """What an objective uses of an engine."""
+
+    device: torch.device
+    layout: sharding.Layout
+    model_config: DiffusionModelConfig
+
+    def velocity(
+        self,
+        latents: Tensor,
+        sigma: Tensor,
+        cond: PromptEmbeds,
+        negative: PromptEmbeds | None,
+        settings: SamplerSettings,
+    ) -> Tensor:
+        """Of the policy state that is active, [B, …] fp32."""
+
+    def use_adapter(self, name: str) -> AbstractContextManager[None]:
+        """Make the policy state ``name`` active."""
+
+
+class Objective(ABC):
+    """How a batch is prepared and scored. It holds no weights and no state, and is told whose policy it scores."""
+
+    @abstractmethod
+    def prepare(
+        self, policy: Policy, data: TensorDict, config: DiffusionLossConfig | None, training: bool
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Check a batch and cut it: (micro-batches, number of steps that each is forwarded for)."""
+
+    @abstractmethod
+    def forward(
+        self,
+        policy: Policy,
+        micro_batch: Mapping[str, Any],
+        loss_function: LossFunction | None,
+        forward_only: bool,
+        step: int,
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """One forward and its loss: (loss to differentiate or None, metrics or scores)."""
 
 
 def cut(
