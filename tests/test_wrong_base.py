@@ -56,7 +56,9 @@ def test_fleet(worker):
     right = load_file(file)
     save_file({**right, "proj_out.weight": disturb(right["proj_out.weight"])}, file, metadata={"format": "pt"})
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
-    ray.init("local", num_cpus=2, log_to_driver=False, include_dashboard=False)
+    started = not ray.is_initialized()  # another test's Ray will do
+    if started:
+        ray.init("local", num_cpus=2, log_to_driver=False, include_dashboard=False)
     try:
 
         async def sync():
@@ -69,4 +71,5 @@ def test_fleet(worker):
         with pytest.raises(WrongBaseError, match=f"was trained on {payload.base_fingerprint}"):
             asyncio.run(sync())
     finally:
-        ray.shutdown()
+        if started:
+            ray.shutdown()
