@@ -558,8 +558,8 @@ def ranks(size: Size, folder: Path, report: Report) -> None:
     data.set_non_tensor("settings", drawn_with(size))
     data.set_non_tensor("micro_batch_size", size.micro)
     loss = DiffusionLoss(DiffusionLossConfig(clip_ratio=1e9))
-    for what, fsdp_size in (("replicated", 1), ("sharded", -1)):
-        engine = build_engine(size, folder, fsdp_size=fsdp_size)
+    for what, sharding in (("replicated", "replicate"), ("sharded", "shard")):
+        engine = build_engine(size, folder, sharding=sharding)
         part = data[engine.layout.dp_rank :: world]
         found: list[float] = []
 

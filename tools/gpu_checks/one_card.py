@@ -71,7 +71,7 @@ def resume() -> None:
     `noise` is how far two engines that load the same checkpoint are apart: without reproducible kernels, a difference has
     to be read against it, and is not judged.
     """
-    for sharding, exact in (("never", False), ("never", True), ("always", True)):
+    for sharding, exact in (("replicate", False), ("replicate", True), ("shard", True)):
         options = {"sharding": sharding, "ema_decay": 0.9, "full_determinism": exact}
         with tempfile.TemporaryDirectory() as scratch:
             engine = build("bf16", **options)
@@ -85,7 +85,7 @@ def resume() -> None:
                 loaded.append(update(again, batch_of(again, seed=2)))
         gradient, step = (apart(f, e) for f, e in zip(loaded[0], expected, strict=True))
         noise, step_noise = (apart(a, b) for a, b in zip(*loaded, strict=True))
-        name = "save, load, next step, " + ("one shard" if sharding == "always" else "whole")
+        name = "save, load, next step, " + ("one shard" if sharding == "shard" else "whole")
         report(
             name + (", full determinism" if exact else ", default kernels"),
             gradient == 0.0 and step == 0.0 if exact else None,

@@ -45,12 +45,12 @@ def alone(folder: Path) -> dict[str, tuple[Weights, Weights]]:
     """Rank 0's part before it joins: the updates in one process, and bf16 in other micro-batches (the noise)."""
     found = {}
     for dtype in ("fp32", "bf16"):
-        engine = build(dtype, sharding="never")
+        engine = build(dtype, sharding="replicate")
         found[dtype] = update(engine, batch_of(engine))
         if dtype == "fp32":
             found["after"] = update(engine, batch_of(engine, seed=2))
         else:
-            again = build(dtype, sharding="never")
+            again = build(dtype, sharding="replicate")
             found["noise"] = update(again, batch_of(again, micro=8))
         del engine
     return found
@@ -114,7 +114,7 @@ def rank_coded_fill(module: torch.nn.Module, rank: int) -> bool:
 
 def resharded(folder: Path, single: dict[str, tuple[Weights, Weights]]) -> None:
     """One process goes on from what two saved."""
-    engine = build("fp32", sharding="never")
+    engine = build("fp32", sharding="replicate")
     engine.load_checkpoint(folder / "saved_by_2")
     found = update(engine, batch_of(engine, seed=2))
     compare("a checkpoint of two ranks goes on in one process, fp32", found, single["after"], "fp32")

@@ -95,6 +95,30 @@ def lora_even(rank: int, world: int) -> Any:
     return lora(rank, world, "even")
 
 
+def whole_copies(rank: int, world: int) -> Any:
+    """Every rank holds the whole transformer, and only the adapter's gradient crosses ranks."""
+    return lora(rank, world, "uneven", engine={"sharding": "replicate"}, optim=CLIPPED)
+
+
+def whole_copies_full(rank: int, world: int) -> Any:
+    states = {"policy_state_adapters": ["default", "reference"]}
+    engine = HELP.build_engine(QWEN, full=True, model=states, optim={"lr": 1e-4}, engine={"sharding": "replicate"})
+    stir(engine)
+    data = share(qwen_batch("uneven"), SPLITS[world]["uneven"], rank)
+    return update(engine, data, DiffusionLossConfig(clip_ratio=9.0, ref_kl_coef=0.5))
+
+
+def whole_copies_save(rank: int, world: int) -> Any:
+    """One rank writes what all of them hold; then each goes on from it."""
+    engine, data = resumable(sharding="replicate"), share(qwen_batch("uneven"), SPLITS[world]["uneven"], rank)
+    update(engine, data, RESUME)
+    engine.save_checkpoint(OUT / f"whole_copies_{world}", global_step=1)
+    expected = update(engine, data, RESUME)
+    engine = resumable(sharding="replicate")
+    engine.load_checkpoint(OUT / f"whole_copies_{world}")
+    return expected | {"loaded": update(engine, data, RESUME)["weights"]}
+
+
 def lora_uneven(rank: int, world: int) -> Any:
     if world == 4:
         return lora(rank, world, "uneven", engine={"fsdp_size": 2}, optim=CLIPPED)
@@ -129,7 +153,7 @@ def mixed(rank: int, world: int) -> Any:
         QWEN,
         full=True,
         optim={"lr": 1e-4},
-        engine={"mixed_precision": MixedPrecisionConfig(), "sharding": "auto" if world > 1 else "always"},
+        engine={"mixed_precision": MixedPrecisionConfig(), "sharding": "auto" if world > 1 else "shard"},
     )
     data = share(qwen_batch("even"), SPLITS[world]["even"], rank)
     found = update(engine, data, DiffusionLossConfig(clip_ratio=9.0))
@@ -198,14 +222,14 @@ def load(rank: int, world: int) -> Any:
 RESUME = DiffusionLossConfig(clip_ratio=9.0)
 
 
-def resumable() -> Any:
+def resumable(**options: Any) -> Any:
     states = {"policy_state_adapters": ["default", "old"], "lora_rank": 3}
-    return HELP.build_engine(QWEN, model=states, engine={"ema_decay": 0.5}, optim={"lr": 1e-4})
+    return HELP.build_engine(QWEN, model=states, engine={"ema_decay": 0.5, **options}, optim={"lr": 1e-4})
 
 
 def one_sharded(rank: int, world: int) -> Any:
     """Sharding for its own sake: a group of one that the engine starts, parameters offloaded by FSDP2."""
-    return lora(rank, world, "even", engine={"sharding": "always", "offload_policy": True})
+    return lora(rank, world, "even", engine={"sharding": "shard", "offload_policy": True})
 
 
 def failing(rank: int, world: int) -> Any:
@@ -275,6 +299,9 @@ PLAN: list[tuple[int, list[Scenario]]] = [
         [
             lora_even,
             lora_uneven,
+            whole_copies,
+            whole_copies_full,
+            whole_copies_save,
             full,
             forward_process,
             experts,

@@ -93,9 +93,9 @@ def compare(make: Any, batch: Any, stir: Any, options: dict[str, Any], full: boo
     [
         {"activation_offload": True},
         OFFLOAD,
-        {"sharding": "always"},
-        {"sharding": "always", **OFFLOAD},
-        {"sharding": "always", "offload_policy": True},
+        {"sharding": "shard"},
+        {"sharding": "shard", **OFFLOAD},
+        {"sharding": "shard", "offload_policy": True},
     ],
     ids=lambda options: "-".join(options),
 )
@@ -109,7 +109,7 @@ def test_where_things_lie_changes_no_number(
         assert {t.device.type for t in held} == {"cpu"}
 
 
-@pytest.mark.parametrize("sharding", ["never", "always"])
+@pytest.mark.parametrize("sharding", ["replicate", "shard"])
 def test_compiled_blocks_change_no_number(make_engine: Any, make_batch: Any, stir: Any, sharding: str) -> None:
     torch.compiler.reset()
     compare(make_engine, make_batch, stir, {"sharding": sharding, "use_torch_compile": True})
@@ -141,7 +141,7 @@ def test_bf16_base_replays_its_own_rollout(make_engine: Any, make_batch: Any, st
     assert apart(gradient, update(exact, data)[0]) <= 0.3
 
 
-@pytest.mark.parametrize("sharding", ["never", "always"])
+@pytest.mark.parametrize("sharding", ["replicate", "shard"])
 def test_a_checkpoint_goes_on_bitwise(
     make_engine: Any, make_batch: Any, stir: Any, tmp_path: Path, default_kernels: None, sharding: str
 ) -> None:

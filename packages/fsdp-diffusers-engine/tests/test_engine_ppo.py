@@ -226,14 +226,14 @@ def test_offloading_activations_copies_no_weight(
 
     monkeypatch.setattr(offload, "_pack", watched)
     counts = []
-    for sharding in ("never", "always"):
+    for sharding in ("replicate", "shard"):
         engine = make_engine(
             engine={"activation_offload": True, "sharding": sharding}, model={"enable_gradient_checkpointing": False}
         )
         data = make_batch(count=2)
         data["old_log_probs"] = torch.zeros(2, 2)
         engine.forward_backward(data, DiffusionLoss(LOSS))
-        if sharding == "never":
+        if sharding == "replicate":
             weights = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
             assert not weights & set(moved)
             assert set(stayed) <= weights

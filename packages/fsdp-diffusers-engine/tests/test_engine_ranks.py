@@ -77,6 +77,22 @@ def test_gradients_step_and_norm_equal_one_process(ranks: Any, scenario: str, wo
         assert_same_update(ranks(scenario, world, rank), single)
 
 
+@pytest.mark.parametrize(("scenario", "single"), [("whole_copies", "lora_uneven"), ("whole_copies_full", "full")])
+def test_whole_copies_compute_what_one_process_does_and_stay_equal(ranks: Any, scenario: str, single: str) -> None:
+    expected = ranks(single, 1)
+    found = [ranks(scenario, 2, rank) for rank in range(2)]
+    for one in found:
+        assert_same_update(one, expected)
+    assert all(apart(found[0][part], found[1][part]) == 0.0 for part in ("grads", "clipped", "weights"))
+    assert found[0]["norm"] == found[1]["norm"]
+
+
+def test_whole_copies_go_on_from_the_checkpoint_that_one_of_them_wrote(ranks: Any) -> None:
+    for rank in range(2):
+        found = ranks("whole_copies_save", 2, rank)
+        assert apart(found["loaded"], found["weights"]) == 0.0
+
+
 @pytest.mark.parametrize("scenario", ["lora_even", "lora_uneven", "full", "forward_process", "preference"])
 def test_the_loss_is_the_count_weighted_mean_over_ranks(ranks: Any, scenario: str) -> None:
     single = ranks(scenario, 1)["metrics"]

@@ -182,7 +182,7 @@ def test_a_missing_shard_is_named(make_engine: Any, tiny_qwen: Path, tmp_path: P
     assert json.loads((folder / "model_index.json").read_text())
 
 
-@pytest.mark.parametrize("sharding", ["never", "always"])
+@pytest.mark.parametrize("sharding", ["replicate", "shard"])
 def test_weights_that_do_not_fit_the_config_are_refused(
     make_engine: Any, tiny_qwen: Path, tmp_path: Path, sharding: str
 ) -> None:

@@ -69,8 +69,8 @@ def writing(path: Path, layout: Layout, keep: int | None) -> Iterator[Path]:
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], layout: Layout) -> None:
-    """Every rank writes its own shards."""
-    if not tensors:
+    """Every rank writes its own shards; of whole copies the first rank's."""
+    if not tensors or (layout.rank and not layout.sharded):
         return
     from torch.distributed.checkpoint import save as save_shards
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -206,5 +206,5 @@ def _prune(path: Path, keep: int | None) -> None:
 
 
 def _barrier(layout: Layout) -> None:
-    if layout.sharded and layout.world_size > 1:
+    if layout.world_size > 1:
         dist.barrier()

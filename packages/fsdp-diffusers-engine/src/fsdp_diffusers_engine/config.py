@@ -89,10 +89,12 @@ class FSDPEngineConfig:
     mixed_precision: MixedPrecisionConfig | None = None
     """Compute dtype of a full fine-tuning that keeps ``model_dtype=fp32`` weights; None computes in ``model_dtype``."""
     sharding: str = "auto"
-    """``auto`` shards with FSDP2 when a process group of several ranks exists, ``always`` even for one rank (it starts
-    a group of one when there is none), ``never`` keeps the module whole (one process only)."""
+    """``replicate`` keeps the whole module on every rank and averages the trained part's gradient once per optimizer step;
+    ``shard`` divides it over ``fsdp_size`` ranks with FSDP2 (one rank too: it starts a group of one when there is none).
+    ``auto`` shards over several ranks; the programs decide it by :mod:`ray_trainer.card_memory`'s sums."""
     fsdp_size: int = -1
-    """Ranks in one shard group; -1 is all of them. A smaller number replicates between groups (HSDP)."""
+    """Ranks in one shard group; a smaller number than all replicates between groups (HSDP). -1 is all ranks; in the
+    programs all of one machine, and more only where a number says so."""
     reshard_after_forward: bool = True
     """Free gathered blocks after forward (less memory) or keep them for backward (less traffic)."""
     forward_prefetch: bool = False

@@ -96,7 +96,9 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
         self.layout = sharding.make_layout(engine, self.device)
         self.spec = _spec_of(config)
         dtype = dtype_of(engine.model_dtype, "model_dtype")
-        module, source = loading.build(self.spec, config, dtype, self.device, meta=self.layout.sharded)
+        module, source = loading.build(
+            self.spec, config, dtype, self.device, meta=self.layout.world_size > 1 or self.layout.sharded
+        )
         self._configure(module)
         if self.lora:
             adapters.inject_adapters(module, config, self.spec, self._adapter_names())
@@ -292,9 +294,11 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
             return self.spec.velocity(self.module, latents, sigma, cond, settings, negative)
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Backward of one micro-batch; gradients cross ranks at the last one only (LoRA) or at each (full)."""
+        """Backward of one micro-batch; gradients cross ranks at the last one only (whole copies, LoRA) or at each (full)."""
         sharding.set_gradient_sync(self.module, last or not self.lora)
         (loss * self.layout.loss_scale if self.layout.loss_scale != 1.0 else loss).backward()
+        if last:
+            sharding.average_gradients(self.trainable.values(), self.layout)
 
     # ------------------------------------------------------------------ optimizer
 

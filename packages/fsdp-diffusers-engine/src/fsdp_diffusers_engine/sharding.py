@@ -1,7 +1,8 @@
-"""Ranks, meshes and FSDP2.
+"""Ranks, meshes, FSDP2, and whole copies.
 
-N ranks are dp x sp: data-parallel groups of ``sp`` ranks that share the tokens of the same samples. Parameters are
-sharded over all N (or over ``fsdp_size`` of them and replicated between such groups). FSDP2 averages gradients over all N;
+N ranks are dp x sp: data-parallel groups of ``sp`` ranks that share the tokens of the same samples. Each rank holds the whole
+module, and the trained part's gradient is reduced once per optimizer step; or parameters are sharded over all N (or over
+``fsdp_size`` of them, and replicated between such groups). Gradients are averaged over all N;
 :attr:`Layout.loss_scale` makes that the mean over dp, which is what the losses count with.
 """
 
@@ -11,7 +12,7 @@ import datetime
 import itertools
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from .config import DiffusionModelConfig, FSDPEngineConfig
 from .errors import EngineError
 from .precision import dtype_of
 
-_SHARDING = ("auto", "always", "never")
+_SHARDING = ("auto", "shard", "replicate")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Layout:
     sp_size: int = 1
     """Ranks that share one sample."""
     sharded: bool = False
+    """Whether FSDP2 shards the module; else every rank holds all of it."""
     shard_mesh: DeviceMesh | None = None
     """1-D, or (replicate, shard)."""
     sequence_mesh: DeviceMesh | None = None
@@ -56,7 +58,7 @@ class Layout:
 
     @property
     def loss_scale(self) -> float:
-        """Every rank of a sequence group yields a part of the gradient, and FSDP2 divides by all ranks."""
+        """Every rank of a sequence group yields a part of the gradient, and the mean divides by all ranks."""
         return float(self.sp_size)
 
 
@@ -93,24 +95,23 @@ def make_layout(config: FSDPEngineConfig, device: torch.device) -> Layout:
             f"fsdp_size={config.fsdp_size} does not divide the world size {world}; use -1 or one of "
             f"{[n for n in range(1, world + 1) if world % n == 0]}"
         )
-    sharded = config.sharding == "always" or (config.sharding == "auto" and world > 1)
-    if not sharded and world > 1:
-        raise EngineError(f"sharding='never' works in one process, and there are {world}; use sharding='auto'")
+    sharded = config.sharding == "shard" or (config.sharding == "auto" and world > 1)
     if config.offload_policy and not sharded:
-        raise EngineError("offload_policy=True needs sharding='always' (or several ranks); param_offload does not")
-    if not sharded:
+        raise EngineError("offload_policy=True needs sharding='shard' (or several ranks); param_offload does not")
+    if not sharded and world == 1:
         return Layout()
     if not started:
         _start_group_of_one(config, device)
-    if size == world:
+    shard_mesh = None
+    if sharded and size == world:
         shard_mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    else:
+    elif sharded:
         shard_mesh = init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
     sequence_mesh, dp_group = None, dist.group.WORLD
     if sp > 1:
         sequence_mesh = init_device_mesh(device.type, (world // sp, 1, sp), mesh_dim_names=("dp", "ring", "ulysses"))
         dp_group = sequence_mesh["dp"].get_group()
-    return Layout(dist.get_rank(), world, sp, True, shard_mesh, sequence_mesh, dp_group if world > sp else None)
+    return Layout(dist.get_rank(), world, sp, sharded, shard_mesh, sequence_mesh, dp_group if world > sp else None)
 
 
 def _start_group_of_one(config: FSDPEngineConfig, device: torch.device) -> None:
@@ -195,6 +196,27 @@ def set_gradient_sync(module: nn.Module, sync: bool) -> None:
     """Reduce gradients in the coming backward, or keep them on each rank until a later one."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(sync)
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], layout: Layout) -> None:
+    """The mean over all ranks of gradients that each rank has whole, in place: one all-reduce per dtype.
+
+    A parameter that only some ranks used counts as zero on the others; one that none used keeps no gradient.
+    """
+    if layout.sharded or layout.world_size == 1:
+        return
+    kinds: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault(parameter.dtype, []).append(parameter)
+    for dtype, group in kinds.items():
+        used = torch.tensor([float(p.grad is not None) for p in group], dtype=dtype, device=group[0].device)
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in group]
+        flat = torch.cat([*(part.flatten() for part in parts), used])
+        dist.all_reduce(flat)
+        flat /= layout.world_size
+        ends = flat.split([*(part.numel() for part in parts), len(group)])
+        for parameter, mean, some in zip(group, ends, (ends[-1] > 0).tolist(), strict=False):
+            parameter.grad = mean.view_as(parameter) if some else None
 
 
 def all_reduce_number(value: float, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> float:

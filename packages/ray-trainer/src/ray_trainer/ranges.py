@@ -171,7 +171,7 @@ _DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
 WORDS: dict[str, dict[str, tuple[str, ...]]] = {
     "DiffusionModelConfig": {"lora_dtype": _DTYPES, "lora_init_weights": ("gaussian", "kaiming")},
     "MixedPrecisionConfig": {"param_dtype": _DTYPES, "reduce_dtype": _DTYPES},
-    "FSDPEngineConfig": {"model_dtype": _DTYPES, "sharding": ("auto", "always", "never")},
+    "FSDPEngineConfig": {"model_dtype": _DTYPES, "sharding": ("auto", "shard", "replicate")},
     "FSDPOptimizerConfig": {"lr_scheduler_type": ("constant", "linear", "cosine")},
     "CheckpointConfig": {
         "save_contents": ("model", "optimizer", "extra", "lora", "hf_model"),

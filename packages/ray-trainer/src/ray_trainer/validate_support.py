@@ -35,11 +35,12 @@ def check_supported(config: RunConfig) -> None:
     size, workers = actor.fsdp_config.fsdp_size, config.trainer.num_workers
     require(
         size == -1 or workers % size == 0,
-        f"actor.fsdp_config.fsdp_size={size} does not divide trainer.num_workers={workers}; use -1 for all of them",
+        f"actor.fsdp_config.fsdp_size={size} does not divide trainer.num_workers={workers}; use -1 for those of one machine",
     )
     require(
-        actor.fsdp_config.sharding != "never" or workers == 1,
-        f"actor.fsdp_config.sharding='never' keeps the module whole in one process, and trainer.num_workers={workers}; use auto",
+        size == -1 or actor.fsdp_config.sharding != "replicate",
+        f"actor.fsdp_config.fsdp_size={size} divides the model, and actor.fsdp_config.sharding='replicate' keeps all of it on "
+        "every GPU; use sharding=shard, or leave fsdp_size at -1",
     )
     optim = actor.optim
     require(
