@@ -126,7 +126,7 @@ class Model:
         """The trajectory scored by the trainer, `rows` samples at a time, against what the engine recorded."""
         import torch
         from omni_rollout.noise import generators_of
-        from sde_samplers import SigmaSchedule, Trajectory, default_form, draw_noise, initial_noise, replay
+        from sde_samplers import SigmaSchedule, Trajectory, draw_noise, find_kind, initial_noise, replay
 
         gaps, shifts = list[Any](), list[Any]()
         for start in range(0, len(requests), rows):
@@ -137,7 +137,7 @@ class Model:
             trajectory = Trajectory(
                 **{name: part[name].to(self.device) for name in names}, sigmas=schedule.sigmas,
                 log_probs=scores, final=part["final_latents"].to(self.device), schedule_hash=schedule.hash,
-                kind=settings.kind, noise_level=settings.noise_level, log_prob_form=default_form(settings.kind),
+                kind=settings.kind, noise_level=settings.noise_level, log_prob_form=find_kind(settings.kind).log_prob_form,
             )  # fmt: skip
             cond, negative = self.conditions(part), self.conditions(part, "negative_")
 

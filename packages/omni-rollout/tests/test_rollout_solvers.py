@@ -7,8 +7,7 @@ from omni_rollout.diffusers_backend import DiffusersBackend
 from omni_rollout.errors import RolloutConfigError
 from omni_rollout.types import GenerationRequest
 from omni_rollout.vllm_omni.rollout_batch import RolloutBatch
-from sde_samplers import SamplerSettings, flow_match, initial_noise, rollout, sample_generator, thin_tail
-from sde_samplers.solvers import SOLVER_ORDER
+from sde_samplers import SOLVERS, SamplerSettings, flow_match, initial_noise, rollout, sample_generator, thin_tail
 
 SHAPE = (4, 6)
 
@@ -74,7 +73,7 @@ def test_rows_with_different_solvers_share_a_batch_and_are_each_right():
     ]  # fmt: skip
     for row, found in zip(rows, run(rows), strict=True):
         assert_equal(found, expected(row))
-    assert set(SOLVER_ORDER) == {"euler", "dpm1", "dpm2", "dpm3"}
+    assert set(SOLVERS) == {"euler", "dpm1", "dpm2", "dpm3"}
 
 
 def test_flash_steps_over_the_thinned_table():

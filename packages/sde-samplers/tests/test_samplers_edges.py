@@ -47,13 +47,11 @@ def test_a_table_that_begins_just_below_one_has_the_first_step_of_one_that_begin
 
 
 def test_both_places_of_the_formula_agree_near_one() -> None:
-    from sde_samplers.coefficients import _formulas
+    from sde_samplers.coefficients import flow_sde
 
     for t in (0.9, 0.998, 0.999, 0.9997, 1.0):
-        rows = _formulas(
-            "flow_sde", torch.tensor([t], dtype=torch.float64), torch.tensor([0.8], dtype=torch.float64), 0.7, 0.8
-        )
-        one = _formulas("flow_sde", t, 0.8, 0.7, 0.8)
+        rows = flow_sde(torch.tensor([t], dtype=torch.float64), torch.tensor([0.8], dtype=torch.float64), 0.7, 0.8)
+        one = flow_sde(t, 0.8, 0.7, 0.8)
         assert [float(value) for value in rows] == pytest.approx(list(one), rel=1e-12)
 
 

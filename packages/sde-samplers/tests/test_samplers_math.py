@@ -166,12 +166,10 @@ def test_tensor_formulas_are_the_float_formulas() -> None:
 
     torch's vectorised square root may miss the last bit of float64; in fp32, where they are used, the numbers are equal.
     """
-    from sde_samplers.coefficients import _formulas
-
     schedule = ss.flow_match(12, 3.0)
     t, u = schedule.sigmas[:-1].double(), schedule.sigmas[1:].double()
     for kind in ss.KINDS:
-        tensors = _formulas(kind, t, u, 0.7, schedule.sigma_cap)
+        tensors = ss.find_kind(kind).load()(t, u, 0.7, schedule.sigma_cap)
         for k in range(12):
             floats = ss.step_coefficients(kind, float(t[k]), float(u[k]), 0.7, schedule.sigma_cap)
             for one, many in zip(floats, tensors, strict=True):

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from sde_samplers.settings import KINDS, SOLVERS, Kind
+from sde_samplers.errors import SamplerError
+from sde_samplers.kinds import Kind, find_kind
+from sde_samplers.settings import SOLVERS
 
 from .errors import RolloutConfigError
 
@@ -22,11 +24,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 def resolve_kind(sde_type: str) -> Kind:
     """The sampler name that sde_samplers knows for `sde_type` ("sde" and "cps" are accepted as older names)."""
     kind = KIND_ALIASES.get(sde_type, sde_type)
-    if kind not in KINDS:
-        raise RolloutConfigError(
-            f"sde_type={sde_type!r} is not a sampler; use one of {', '.join(KINDS)} (or {', '.join(KIND_ALIASES)})."
-        )
-    return kind  # type: ignore[return-value]  # one of KINDS
+    try:
+        find_kind(kind)
+    except SamplerError as error:
+        raise RolloutConfigError(f"sde_type={sde_type!r}: {error}") from error
+    return kind
 
 
 def _require(ok: bool, name: str, value: Any, rule: str) -> None:
@@ -72,7 +74,8 @@ class DiffusionRolloutAlgoConfig:
     noise_level: float = 1.0
     """Scale of the injected noise; 0 makes every step an ODE step."""
     sde_type: str = "sde"
-    """flow_sde | dance_sde | flow_cps | ddim | ode, or the older names sde and cps."""
+    """flow_sde | dance_sde | flow_cps | ddim | wan_sde | ode, the older names sde, dance and cps, or "module:attribute" of a
+    `sde_samplers.SamplerKind` of your own (in the programs also "./file.py:attribute")."""
     sde_window_size: int | None = None
     """Number of stochastic (trained) steps W; None takes every step of `sde_window_range`."""
     sde_window_range: list[int] | None = None

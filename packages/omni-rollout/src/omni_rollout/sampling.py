@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sde_samplers.errors import SamplerError
+from sde_samplers.kinds import find_kind
 from sde_samplers.settings import SamplerSettings
 
 from .config import DiffusionRolloutAlgoConfig, DiffusionRolloutConfig
@@ -14,7 +15,7 @@ def window_steps(algo: DiffusionRolloutAlgoConfig, num_steps: int, training_step
 
     Raises `RolloutConfigError` when the window does not fit into `num_steps`.
     """
-    if algo.kind == "ode" or algo.noise_level == 0:
+    if not find_kind(algo.kind).stochastic or algo.noise_level == 0:
         return ()
     # The last step goes to sigma = 0, where Flow-SDE still adds noise that nobody would remove: it stays an ODE step.
     first, end = algo.sde_window_range or (0, max(num_steps - 1, 1))

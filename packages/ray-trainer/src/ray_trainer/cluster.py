@@ -152,7 +152,10 @@ def ray_session(config: RayConfig) -> Iterator[None]:
     address = cluster_address(config)
     env: dict[str, Any] = {
         # Where a person's own files are; on another machine they lie in the same place.
-        "runtime_env": {"env_vars": ENVIRONMENT | {FOLDERS: os.environ.get(FOLDERS, "")}},
+        "runtime_env": {
+            "env_vars": ENVIRONMENT | {FOLDERS: os.environ.get(FOLDERS, "")},
+            "worker_process_setup_hook": "ray_trainer.doors.search_folders",
+        },
         "log_to_driver": False,
         "logging_level": "ERROR",
     }

@@ -218,7 +218,13 @@ OPTIONS = {
     "trainer.algorithm": "algorithm.options",
 }
 """Keys that name something, and the options that go with it alone."""
-DOORS = ("trainer.algorithm", "actor.diffusion_loss.loss_mode", "rollout.agent.default_agent_loop")
+DOORS = (
+    "trainer.algorithm",
+    "actor.diffusion_loss.loss_mode",
+    "rollout.agent.default_agent_loop",
+    "rollout.algo.sde_type",
+    "rollout.val_kwargs.algo.sde_type",
+)
 """Keys that may name what a person wrote, as "module:attribute" or "./file.py:attribute"."""
 PATHS = ("trainer.run_dir", "model.path", "model.lora_adapter_path", "data.train_file", "data.val_file", "reward.name")
 """Keys in which `~` and `$HOME` mean what they mean to a shell."""

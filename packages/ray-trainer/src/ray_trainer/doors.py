@@ -20,7 +20,7 @@ FOLDERS = "RAY_TRAINER_FOLDERS"
 
 
 def search_folders() -> None:
-    """Let this process import what `importable` named in the driver."""
+    """Let this process import what `importable` named in the driver; Ray calls it in every process that it starts."""
     sys.path += [one for one in os.environ.get(FOLDERS, "").split(os.pathsep) if one and one not in sys.path]
 
 

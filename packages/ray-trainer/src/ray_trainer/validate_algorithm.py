@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sde_samplers.kinds import find_kind
+
 from ray_trainer.config import RunConfig, updates_per_step
 from ray_trainer.errors import TrainerError
 
@@ -127,7 +129,7 @@ def _check_window(config: RunConfig) -> None:
     """There must be noisy steps, and they must lie within the run."""
     algo, steps = config.rollout.algo, config.rollout.pipeline.num_inference_steps
     require(
-        algo.kind != "ode" and algo.noise_level > 0,
+        find_kind(algo.kind).stochastic and algo.noise_level > 0,
         f"rollout.algo.sde_type={algo.sde_type} with noise_level={algo.noise_level} draws no noise, and a policy gradient needs "
         "some: take flow_sde, flow_cps or dance_sde and a noise_level above 0",
     )

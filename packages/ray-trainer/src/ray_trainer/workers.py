@@ -15,7 +15,6 @@ from tensordict import TensorDict
 
 from ray_trainer.cluster import available_cpus
 from ray_trainer.config import RunConfig, updates_per_step
-from ray_trainer.doors import search_folders
 from ray_trainer.model_folder import read_index
 from ray_trainer.models import fetch
 from ray_trainer.validate_algorithm import check_experts
@@ -37,7 +36,6 @@ class ActorRolloutRefWorker:
     def __init__(self, config: RunConfig, role: str = "actor_rollout_ref", *, rank: int = 0, world_size: int = 1):
         self.config, self.role, self.rank, self.world_size = config, role, rank, world_size
         self.version = -1
-        search_folders()
         torch.set_num_threads(config.ray.worker_threads or max(available_cpus() // world_size, 1))
 
     def meeting_point(self) -> str:

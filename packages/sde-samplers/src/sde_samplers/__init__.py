@@ -10,13 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .errors import MissingDependencyError, NonFiniteError, ReplayMismatchError, SamplerError
-from .settings import KINDS, SOLVERS, Kind, SamplerSettings, Solver
+from .kinds import KINDS, LOG_PROB_FORMS, Kind, LogProbForm, SamplerKind, find_kind
+from .settings import SOLVERS, SamplerSettings
 
 if TYPE_CHECKING:
     from .coefficients import StepCoefficients, step_coefficients
     from .denoise import rollout
     from .flash import flash_schedule, thin_tail
-    from .logprob import HALF_LOG_TWO_PI, default_form, gaussian_log_prob
+    from .logprob import HALF_LOG_TWO_PI, gaussian_log_prob
     from .noise import draw_noise, initial_noise, sample_generator
     from .rescore import replay
     from .schedule import (
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
     from .scheduler import FlowMatchSDEScheduler
     from .solvers import DpmStep, PastOutput, dpm_coefficients, dpm_step, effective_order
     from .steps import sde_step
-    from .types import LOG_PROB_FORMS, LogProbForm, SdeStep, Trajectory, VelocityFn
+    from .types import SdeStep, Trajectory, VelocityFn
     from .windows import Decay, ExponentialDecay, Fixed, Progressive, Random, RandomSubset, Window, per_sample
 
 _HOMES = {
     "coefficients": "StepCoefficients step_coefficients",
     "flash": "flash_schedule thin_tail",
-    "logprob": "HALF_LOG_TWO_PI default_form gaussian_log_prob",
+    "logprob": "HALF_LOG_TWO_PI gaussian_log_prob",
     "noise": "draw_noise initial_noise sample_generator",
     "rescore": "replay",
     "denoise": "rollout",
@@ -45,7 +46,7 @@ _HOMES = {
     "scheduler": "FlowMatchSDEScheduler",
     "solvers": "DpmStep PastOutput dpm_coefficients dpm_step effective_order",
     "steps": "sde_step",
-    "types": "LOG_PROB_FORMS LogProbForm SdeStep Trajectory VelocityFn",
+    "types": "SdeStep Trajectory VelocityFn",
     "windows": "Decay ExponentialDecay Fixed Progressive Random RandomSubset Window per_sample",
 }
 _LAZY = {name: module for module, names in _HOMES.items() for name in names.split()}
@@ -73,19 +74,19 @@ __all__ = [
     "RandomSubset",
     "ReplayMismatchError",
     "SamplerError",
+    "SamplerKind",
     "SamplerSettings",
     "SdeStep",
     "SigmaSchedule",
-    "Solver",
     "StepCoefficients",
     "Trajectory",
     "VelocityFn",
     "Window",
-    "default_form",
     "dpm_coefficients",
     "dpm_step",
     "draw_noise",
     "effective_order",
+    "find_kind",
     "flash_schedule",
     "flow_match",
     "from_diffusers",

@@ -1,4 +1,4 @@
-"""Every step is linear: `mean = scale_x * x + scale_v * v`, `x_u = mean + std * z`. This file holds the three numbers.
+"""Every step is linear: `mean = scale_x * x + scale_v * v`, `x_u = mean + std * z`. A kind is the formula of the three numbers.
 
 Notation: one reverse step t -> u with u < t, h = t - u; v is the velocity (target e - x0); x̂0 = x - t v,
 ê = x + (1-t) v; s is the instantaneous std of an SDE, S = s √h (or as given) the TOTAL std of a step, η the noise
@@ -19,13 +19,14 @@ every sample has its own, so both give the same bits.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .errors import SamplerError
-from .types import KINDS, Kind
+from .kinds import Kind, find_kind
 
 NEAR_ONE = 0.9989
 """From here on sigma counts as 1 in the std of Flow-SDE. Multistep schedulers begin at 0.999 shifted instead of at 1 (diffusers'
@@ -66,24 +67,23 @@ def step_coefficients(
         SamplerError: unknown kind, noise level out of range, sigmas outside 0 <= sigma_next < sigma <= 1 (values on an
             accelerator are not read back and so not checked), wan_sde without sigma_cap.
     """
-    if kind not in KINDS:
-        raise SamplerError(f"kind={kind!r} is unknown; choose one of {', '.join(KINDS)}")
-    if kind == "wan_sde" and sigma_cap is None:
+    found = find_kind(kind)
+    if found.needs_cap and sigma_cap is None:
         raise SamplerError(
-            "kind='wan_sde' scales its std by the schedule's second entry at every step, but sigma_cap=None; "
+            f"kind={kind!r} scales its std by the schedule's second entry at every step, but sigma_cap=None; "
             "pass sigma_cap=schedule.sigma_cap"
         )
-    eta = _check_noise_level(kind, noise_level)
+    eta = _checked_noise_level(kind, noise_level, found.most_noise)
+    formula = ode if found.has_noise_level and eta == 0.0 else found.load()
     t = as_scalar(sigma, "sigma", batch)
     u = as_scalar(sigma_next, "sigma_next", batch)
     cap = u if sigma_cap is None else as_scalar(sigma_cap, "sigma_cap", batch)
     tensors = [value for value in (t, u, cap) if isinstance(value, Tensor)]
     away = next((value.device for value in tensors if value.device.type != "cpu"), None)
     if not tensors:
-        _check_values(kind, t, u, cap)
-        return _formulas(kind, t, u, eta, cap)
+        return _checked(formula, t, u, eta, cap)
     if away is not None:  # nothing waits for the device, so the values are not checked
-        return _formulas(kind, _to(t, away), _to(u, away), eta, _to(cap, away))
+        return StepCoefficients(*formula(_to(t, away), _to(u, away), eta, _to(cap, away)))
     # A handful of numbers on the CPU: plain floats are much faster than a chain of tiny tensor operations.
     rows = tensors[0].numel()
     if any(value.numel() != rows for value in tensors):
@@ -91,34 +91,39 @@ def step_coefficients(
             f"sigma, sigma_next and sigma_cap have {[v.numel() for v in tensors]} values; pass one batch"
         )
     columns = [v.tolist() if isinstance(v, Tensor) else [v] * rows for v in (t, u, cap)]
-    done: dict[tuple[float, ...], StepCoefficients] = {}
-    for row in zip(*columns, strict=True):
-        if row not in done:
-            _check_values(kind, *row)
-            done[row] = _formulas(kind, row[0], row[1], eta, row[2])
-    table = [done[row] for row in zip(*columns, strict=True)]
-    return StepCoefficients(*(torch.tensor(column, dtype=torch.float64) for column in zip(*table, strict=True)))
+    numbers = list(zip(*columns, strict=True))
+    done = {row: _checked(formula, row[0], row[1], eta, row[2]) for row in dict.fromkeys(numbers)}
+    table = zip(*(done[row] for row in numbers), strict=True)
+    return StepCoefficients(*(torch.tensor(column, dtype=torch.float64) for column in table))
 
 
-def _formulas(kind: Kind, t: Scalar, u: Scalar, eta: float, cap: Scalar) -> StepCoefficients:
-    h = t - u
-    if kind == "wan_sde":
-        return _marginal_keeping(t, h, half_rate=cap * cap * t / 2, variance=cap * cap * t * t)
-    if kind == "ode" or eta == 0.0:
-        return StepCoefficients(1.0, -h, 0.0)
-    if kind == "dance_sde":
-        return _marginal_keeping(t, h, half_rate=eta * eta / (2 * t), variance=eta * eta)
-    if kind == "flow_sde":
-        gap = _gap_to_one(t, cap)
-        return _marginal_keeping(t, h, half_rate=eta * eta / (2 * gap), variance=eta * eta * t / gap)
-    if kind == "flow_cps":
-        std = u * math.sin(eta * math.pi / 2)
-        keep = u * (0.0 if eta == 1.0 else math.cos(eta * math.pi / 2))  # √(u² - S²) without the cancellation
-    else:
-        ratio = u * (1 - t) / (t * (1 - u))
-        std = eta * u * _sqrt(1 - ratio * ratio)
-        keep = _sqrt(u * u - std * std)
-    return StepCoefficients((1 - u) + keep, (1 - t) * keep - t * (1 - u), std)
+def ode(t: Scalar, u: Scalar, eta: float, cap: Scalar) -> StepCoefficients:
+    return StepCoefficients(1.0, u - t, 0.0)
+
+
+def flow_sde(t: Scalar, u: Scalar, eta: float, cap: Scalar) -> StepCoefficients:
+    gap = _gap_to_one(t, cap)
+    return _marginal_keeping(t, t - u, half_rate=eta * eta / (2 * gap), variance=eta * eta * t / gap)
+
+
+def dance_sde(t: Scalar, u: Scalar, eta: float, cap: Scalar) -> StepCoefficients:
+    return _marginal_keeping(t, t - u, half_rate=eta * eta / (2 * t), variance=eta * eta)
+
+
+def wan_sde(t: Scalar, u: Scalar, eta: float, cap: Scalar) -> StepCoefficients:
+    _check_cap(cap)
+    return _marginal_keeping(t, t - u, half_rate=cap * cap * t / 2, variance=cap * cap * t * t)
+
+
+def flow_cps(t: Scalar, u: Scalar, eta: float, cap: Scalar) -> StepCoefficients:
+    keep = u * (0.0 if eta == 1.0 else math.cos(eta * math.pi / 2))  # √(u² - S²) without the cancellation
+    return _read_outs(t, u, keep, std=u * math.sin(eta * math.pi / 2))
+
+
+def ddim(t: Scalar, u: Scalar, eta: float, cap: Scalar) -> StepCoefficients:
+    ratio = u * (1 - t) / (t * (1 - u))
+    std = eta * u * _sqrt(1 - ratio * ratio)
+    return _read_outs(t, u, _sqrt(u * u - std * std), std)
 
 
 def as_scalar(value: float | Tensor, name: str, batch: int | None = None) -> Scalar:
@@ -155,10 +160,18 @@ def _marginal_keeping(t: Scalar, h: Scalar, half_rate: Scalar, variance: Scalar)
     return StepCoefficients(1 - h * half_rate, -h * (1 + half_rate * (1 - t)), _sqrt(variance * h))
 
 
+def _read_outs(t: Scalar, u: Scalar, keep: Scalar, std: Scalar) -> StepCoefficients:
+    """mean = (1-u) x̂0 + keep ê, in terms of x and v."""
+    return StepCoefficients((1 - u) + keep, (1 - t) * keep - t * (1 - u), std)
+
+
 def _gap_to_one(t: Scalar, cap: Scalar) -> Scalar:
     """1 - t, and 1 - cap where t is 1, or so near that 1 - t says nothing but where a scheduler's table ends."""
     if not isinstance(t, Tensor):
-        return 1 - (min(t, cap) if t >= NEAR_ONE else t)
+        if t < NEAR_ONE:
+            return 1 - t
+        _check_cap(cap)
+        return 1 - min(t, cap)
     capped = torch.minimum(t, torch.as_tensor(cap, dtype=t.dtype, device=t.device))
     return 1 - torch.where(t >= NEAR_ONE, capped, t)
 
@@ -168,28 +181,30 @@ def _sqrt(value: Scalar) -> Scalar:
     return torch.sqrt(torch.clamp(value, min=0)) if isinstance(value, Tensor) else math.sqrt(max(value, 0.0))
 
 
-def _check_noise_level(kind: Kind, noise_level: float) -> float:
+def _checked_noise_level(kind: Kind, noise_level: float, most: float) -> float:
     try:
         eta = float(noise_level)
     except (TypeError, ValueError):
         raise SamplerError(f"noise_level={noise_level!r} must be a number (the noise level η)") from None
     if not math.isfinite(eta) or eta < 0:
         raise SamplerError(f"noise_level={noise_level!r} must be finite and not negative")
-    if kind in ("flow_cps", "ddim") and eta > 1:
-        raise SamplerError(
-            f"noise_level={noise_level!r} with kind={kind!r} must lie in [0, 1]: 1 already replaces all noise"
-        )
+    if eta > most:
+        raise SamplerError(f"noise_level={noise_level!r} with kind={kind!r} must lie in [0, {most:g}]")
     return eta
 
 
-def _check_values(kind: Kind, t: Scalar, u: Scalar, cap: Scalar) -> None:
+def _checked(formula: Callable[..., Any], t: Scalar, u: Scalar, eta: float, cap: Scalar) -> StepCoefficients:
     if not 0.0 <= u < t <= 1.0:
         raise SamplerError(
             f"a step needs 0 <= sigma_next < sigma <= 1, got sigma={t!r} and sigma_next={u!r}; "
             "sigmas are noise levels (timestep / 1000) and decrease"
         )
-    uses_cap = kind == "wan_sde" or (kind == "flow_sde" and t >= NEAR_ONE)
-    if uses_cap and not 0.0 <= cap < 1.0:
+    return StepCoefficients(*formula(t, u, eta, cap))
+
+
+def _check_cap(cap: Scalar) -> None:
+    """On an accelerator it is not read back, and so not checked."""
+    if not isinstance(cap, Tensor) and not 0.0 <= cap < 1.0:
         raise SamplerError(
             f"sigma_cap={cap!r} stands in for sigma = 1 in the std and must lie in [0, 1); pass schedule.sigma_cap"
         )

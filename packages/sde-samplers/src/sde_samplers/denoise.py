@@ -15,12 +15,14 @@ from torch import Tensor
 
 from .coefficients import StepCoefficients, step_coefficients
 from .errors import NonFiniteError, SamplerError
+from .kinds import Kind, LogProbForm, find_kind
 from .logprob import check_form
 from .noise import Generators, draw_noise
 from .schedule import SigmaSchedule
-from .solvers import SOLVER_ORDER, PastOutput, Solver, SolverType, dpm_step, effective_order
+from .settings import SOLVERS
+from .solvers import PastOutput, SolverType, dpm_step, effective_order
 from .steps import check_tensors, non_finite, take_step
-from .types import Kind, LogProbForm, SdeStep, Trajectory, VelocityFn
+from .types import SdeStep, Trajectory, VelocityFn
 
 WindowSteps = Sequence[int] | Tensor | None
 
@@ -37,7 +39,7 @@ def rollout(
     generators: Generators = None,
     step_noise: Tensor | None = None,
     return_means: bool = False,
-    solver: Solver = "euler",
+    solver: str = "euler",
     solver_type: SolverType = "midpoint",
     solver_steps: Literal["all", "post"] = "all",
     log_prob_form: LogProbForm | None = None,
@@ -81,9 +83,9 @@ def rollout(
             f"step_noise has shape {list(step_noise.shape)}, expected [K, B, ...] = {[steps, *noise.shape]}"
         )
 
-    if solver not in SOLVER_ORDER or solver_steps not in ("all", "post"):
+    if solver not in SOLVERS or solver_steps not in ("all", "post"):
         raise SamplerError(
-            f"solver={solver!r} with solver_steps={solver_steps!r}: choose a solver of {', '.join(SOLVER_ORDER)} and "
+            f"solver={solver!r} with solver_steps={solver_steps!r}: choose a solver of {', '.join(SOLVERS)} and "
             "solver_steps of 'all' or 'post'"
         )
     if solver != "euler" and not shared:
@@ -92,7 +94,7 @@ def rollout(
     history: tuple[PastOutput, ...] = ()
 
     sigmas = schedule.sigmas.tolist()
-    has_density = kind != "ode" and (kind == "wan_sde" or float(noise_level) != 0.0)
+    has_density = find_kind(kind).draws(noise_level)
     recorder = _Recorder(positions, noise, return_means)
     flags: list[Tensor] = []
     x = noise.to(torch.float32)
@@ -102,7 +104,7 @@ def rollout(
         check_tensors(x, velocity)
         active = (positions == k).any(dim=1)  # [B]: whose window holds this step
         if not bool(active.any()) and solver != "euler" and k >= multistep_from:
-            order = effective_order(SOLVER_ORDER[solver], k, steps)
+            order = effective_order(SOLVERS[solver], k, steps)
             step = dpm_step(x, velocity, sigmas[k], sigmas[k + 1], history, order=order, solver_type=solver_type).step
             if check_finite and x.device.type == "cpu" and not bool(torch.isfinite(step.prev_sample.sum())):
                 raise non_finite("rollout", k, sample=x, velocity=velocity)
@@ -136,7 +138,7 @@ def rollout(
             recorder.record(k, active, x, step)
         if solver != "euler":
             read_out = PastOutput(sigmas[k], x - sigmas[k] * velocity.to(torch.float32))
-            history = (read_out, *history)[: SOLVER_ORDER[solver] - 1]
+            history = (read_out, *history)[: SOLVERS[solver] - 1]
         if check_finite and x.device.type != "cpu":
             flags.append(torch.isfinite(step.prev_sample.flatten(1).sum(dim=1)))
         x = step.prev_sample

@@ -18,21 +18,16 @@ from torch import Tensor
 
 from .coefficients import Scalar
 from .errors import SamplerError
-from .types import LOG_PROB_FORMS, Kind, LogProbForm
+from .kinds import LOG_PROB_FORMS, Kind, LogProbForm, find_kind
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 LEAST_NOISE = 2.0**-126
 """The smallest normal float32. Less noise than this does not move a float32 sample, and its square may be 0."""
 
 
-def default_form(kind: Kind) -> LogProbForm:
-    return "squared_error" if kind == "flow_cps" else "density"
-
-
 def check_form(form: str | None, kind: Kind) -> LogProbForm:
     """The form to use: the kind's default for None."""
-    if form is None:
-        return default_form(kind)
+    form = find_kind(kind).log_prob_form if form is None else form
     for known in LOG_PROB_FORMS:
         if form == known:
             return known

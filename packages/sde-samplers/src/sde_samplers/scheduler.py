@@ -18,11 +18,12 @@ from torch import Tensor
 
 from .coefficients import step_coefficients
 from .errors import MissingDependencyError, SamplerError
+from .kinds import Kind, LogProbForm, find_kind
 from .logprob import check_form
 from .noise import Generators, draw_noise
 from .schedule import SigmaSchedule
 from .steps import check_tensors, take_step
-from .types import Kind, LogProbForm, SdeStep, Trajectory
+from .types import SdeStep, Trajectory
 
 
 class SchedulerOutput(NamedTuple):
@@ -131,7 +132,7 @@ class FlowMatchSDEScheduler:
             )
         check_tensors(sample, model_output, None, prev_sample)
         trained = k in self.window if self.window is not None else k < schedule.num_steps - 1
-        stochastic = trained and self.kind != "ode" and (self.kind == "wan_sde" or self.noise_level != 0.0)
+        stochastic = trained and find_kind(self.kind).draws(self.noise_level)
         step = take_step(
             sample,
             model_output,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from .errors import SamplerError
+from .kinds import Kind, find_kind
 
-Kind = Literal["flow_sde", "dance_sde", "flow_cps", "ddim", "wan_sde", "ode"]
-KINDS: tuple[Kind, ...] = ("flow_sde", "dance_sde", "flow_cps", "ddim", "wan_sde", "ode")
-
-Solver = Literal["euler", "dpm1", "dpm2", "dpm3"]
-SOLVERS: tuple[Solver, ...] = ("euler", "dpm1", "dpm2", "dpm3")
+SOLVERS = {"euler": 1, "dpm1": 1, "dpm2": 2, "dpm3": 3}
+"""Integrators of the ODE steps, with their orders."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,8 @@ class SamplerSettings:
     """Scale of the noise that the window's steps inject."""
     window: tuple[int, ...] = ()
     """Steps in 0 … K-1 that inject noise and are trained, ascending."""
-    solver: Solver = "euler"
-    """Integrator of the ODE steps."""
+    solver: str = "euler"
+    """Integrator of the ODE steps, one of `SOLVERS`."""
     tail_ratio: float = 1.0
     """Share of the steps after the window (of all steps without one) that is kept. Below 1 `solver` integrates them, and Euler
     the steps before. Window positions and `num_inference_steps` are those of the full grid."""
@@ -58,9 +56,9 @@ class SamplerSettings:
         for name in ("height", "width", "num_inference_steps", "num_frames", "max_sequence_length"):
             if getattr(self, name) < 1:
                 raise SamplerError(f"{name}={getattr(self, name)!r} must be at least 1")
-        for name, known in (("kind", KINDS), ("solver", SOLVERS)):
-            if getattr(self, name) not in known:
-                raise SamplerError(f"{name}={getattr(self, name)!r} is unknown; use one of {', '.join(known)}")
+        if self.solver not in SOLVERS:
+            raise SamplerError(f"solver={self.solver!r} is unknown; use one of {', '.join(SOLVERS)}")
+        kind = find_kind(self.kind)
         if not 0 < self.tail_ratio <= 1:
             raise SamplerError(f"tail_ratio={self.tail_ratio!r} must be above 0 and at most 1")
         window, steps = self.window, self.num_inference_steps
@@ -69,7 +67,7 @@ class SamplerSettings:
                 f"window={window!r} must be ascending, distinct step numbers in {self.start_step}..{steps - 1} for "
                 f"num_inference_steps={steps}"
             )
-        if window and (self.kind == "ode" or self.noise_level <= 0):
+        if window and (not kind.stochastic or self.noise_level <= 0):
             raise SamplerError(
                 f"window={window!r} with kind={self.kind!r} and noise_level={self.noise_level!r} has no noise to train on; "
                 "choose a stochastic kind and a positive noise_level, or an empty window"

@@ -27,13 +27,11 @@ from .coefficients import as_scalar
 from .errors import SamplerError
 from .logprob import gaussian_log_prob
 from .noise import Generators, draw_noise
-from .settings import Solver
 from .steps import check_tensors
 from .types import LogProbForm, SdeStep
 
 SolverType = Literal["midpoint", "heun"]
 ThirdOrder = Literal["published", "consistent"]
-SOLVER_ORDER: dict[Solver, int] = {"euler": 1, "dpm1": 1, "dpm2": 2, "dpm3": 3}
 
 
 class PastOutput(NamedTuple):

@@ -14,9 +14,10 @@ from torch import Tensor
 from . import fast
 from .coefficients import Scalar, StepCoefficients, for_each_sample, step_coefficients
 from .errors import NonFiniteError, SamplerError
+from .kinds import Kind, LogProbForm, find_kind
 from .logprob import check_form, log_prob_terms
 from .noise import Generators, draw_noise
-from .types import Kind, LogProbForm, SdeStep
+from .types import SdeStep
 
 
 def sde_step(
@@ -43,7 +44,7 @@ def sde_step(
             other latent shape. Arithmetic is fp32.
         velocity: v(x_t, t), same shape, any floating dtype; carries the gradient.
         sigma, sigma_next: a number, or one per sample [B]. 0 <= sigma_next < sigma <= 1.
-        kind: "flow_sde", "dance_sde", "flow_cps", "ddim", "wan_sde" or "ode".
+        kind: one of `KINDS`, or "module:attribute" of a `SamplerKind`.
         noise_level: η. "wan_sde" has none of its own and ignores it, as does "ode".
         sigma_cap: replaces sigma = 1 in Flow-SDE's std; the schedule's second entry. Defaults to `sigma_next`.
             Needed by "wan_sde" at every step.
@@ -72,7 +73,7 @@ def sde_step(
         )
     form = check_form(log_prob_form, kind)
     coefficients = step_coefficients(kind, sigma, sigma_next, noise_level, sigma_cap, batch=sample.shape[0])
-    has_density = kind != "ode" and (kind == "wan_sde" or float(noise_level) != 0.0)
+    has_density = find_kind(kind).draws(noise_level)
     if has_density and noise is None and prev_sample is None:
         noise = draw_noise(sample, generator)
     return take_step(

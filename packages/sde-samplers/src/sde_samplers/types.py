@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .errors import ReplayMismatchError, SamplerError
-from .settings import KINDS, Kind
+from .kinds import Kind, LogProbForm
 
-__all__ = ["KINDS", "LOG_PROB_FORMS", "Kind", "LogProbForm", "SdeStep", "Trajectory", "VelocityFn"]
-
-LogProbForm = Literal["density", "density_no_constants", "squared_error"]
-LOG_PROB_FORMS: tuple[LogProbForm, ...] = ("density", "density_no_constants", "squared_error")
+__all__ = ["Kind", "LogProbForm", "SdeStep", "Trajectory", "VelocityFn"]
 
 VelocityFn = Callable[[Tensor, Tensor], Tensor]
 """`velocity_fn(x [B, ...] fp32, sigma [B] fp32) -> v [B, ...]`, any floating dtype."""

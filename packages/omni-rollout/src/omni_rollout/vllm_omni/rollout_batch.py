@@ -14,16 +14,17 @@ from typing import Any, NamedTuple
 
 import torch
 from sde_samplers import (
+    SOLVERS,
     Kind,
     PastOutput,
     SamplerSettings,
     SigmaSchedule,
     dpm_step,
     effective_order,
+    find_kind,
     sde_step,
     thin_tail,
 )
-from sde_samplers.solvers import SOLVER_ORDER
 from torch import Tensor
 
 from ..errors import RolloutConfigError
@@ -114,7 +115,7 @@ class RolloutBatch:
                 past = [p if everyone else PastOutput(p.sigma, p.x0[members]) for p in self.past[: move.past]]
                 step = dpm_step(before, v, t, u, tuple(past), order=move.order).step
             else:
-                draws = move.kind != "ode"
+                draws = find_kind(move.kind).stochastic
                 step = sde_step(
                     before,
                     v,
@@ -128,7 +129,7 @@ class RolloutBatch:
                 if draws:
                     self._record(members, before, step)
             after[members] = step.prev_sample
-        depth = max(SOLVER_ORDER[row.settings.solver] for row in self.rows) - 1
+        depth = max(SOLVERS[row.settings.solver] for row in self.rows) - 1
         if depth:
             self.past = (PastOutput(t, x - t * velocity.to(torch.float32)), *self.past)[:depth]
         self.x, self.step = after, k + 1
@@ -145,7 +146,7 @@ class RolloutBatch:
             elif row.solver == "euler" or (row.tail_ratio < 1 and k < row.window_end):
                 move = _Move("ode", 0.0)
             else:
-                highest = SOLVER_ORDER[row.solver]
+                highest = SOLVERS[row.solver]
                 done, steps = k - row.start_step, len(self.sigmas) - 1 - row.start_step
                 move = _Move("ode", 0.0, effective_order(highest, done, steps), min(highest - 1, done))
             groups.setdefault(move, []).append(i)
