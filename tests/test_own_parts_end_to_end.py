@@ -65,6 +65,21 @@ class Marked(DiffusionAgentLoop):
             yield places, samples
 '''
 
+KIND = '''
+from sde_samplers import SamplerKind
+
+
+def gentle(t, u, eta, cap):
+    """Half of the noise that flow_cps draws at this level."""
+    std = u * eta / 2
+    keep = (u * u - std * std) ** 0.5
+    return (1 - u) + keep, (1 - t) * keep - t * (1 - u), std
+
+
+GENTLE = SamplerKind(gentle, most_noise=1.0)
+NOT_A_KIND = 3
+'''
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
@@ -73,6 +88,7 @@ def place(tmp_path_factory):
     (folder / "own_loss_of_a_test.py").write_text(LOSS)
     (folder / "own_algorithm_of_a_test.py").write_text(ALGORITHM)
     (folder / "own_loop_of_a_test.py").write_text(LOOP)
+    (folder / "own_kind_of_a_test.py").write_text(KIND)
     (folder / "json.py").touch()  # as people have them: it must not stand in the way of the real one
     (folder / "my-loss.py").touch()
     with pytest.MonkeyPatch.context() as kept:
@@ -88,6 +104,7 @@ def own(place):
         f"actor.diffusion_loss.loss_mode={place}/own_loss_of_a_test.py:WEIGHED",
         f"trainer.algorithm={place}/own_algorithm_of_a_test.py:Weighing",
         f"rollout.agent.default_agent_loop={place}/own_loop_of_a_test.py:Marked",
+        f"rollout.algo.sde_type={place}/own_kind_of_a_test.py:GENTLE",
         "actor.diffusion_loss.ref_kl_coef=0",
     ]
 
