@@ -61,7 +61,7 @@ def say(check: str, **values: Any) -> None:
 class Model:
     """A tiny pipeline, its engine and its trainer."""
 
-    def __init__(self, name: str, dtype: str, split: int, folder: Path) -> None:
+    def __init__(self, name: str, dtype: Any, split: int, folder: Path) -> None:
         import diffusers
         import torch
         from model_specs import tiny

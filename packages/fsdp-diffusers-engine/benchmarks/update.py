@@ -86,7 +86,7 @@ def batch_of(engine: PPODiffusersFSDPEngine, args: argparse.Namespace) -> Tensor
     return data[engine.layout.dp_rank :: engine.layout.dp_size]
 
 
-def build(args: argparse.Namespace, dtype: str) -> PPODiffusersFSDPEngine:
+def build(args: argparse.Namespace, dtype: Any) -> PPODiffusersFSDPEngine:
     """The engine that the arguments ask for, initialised."""
     engine = PPODiffusersFSDPEngine(
         DiffusionModelConfig(

@@ -33,14 +33,14 @@ def test_structured_config_accepts_overrides_and_refuses_unknown_keys():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: DiffusionRolloutConfig(backend="sglang"), "rollout.backend='sglang'.*diffusers"),
-        (lambda: DiffusionRolloutConfig(max_batch_size=0), "max_batch_size=0.*at least 1"),
+        (lambda: DiffusionRolloutConfig(backend="sglang"), "backend='sglang'.*diffusers, vllm_omni"),
+        (lambda: DiffusionRolloutConfig(max_batch_size=0), "max_batch_size=0 is out of range: it must be 1 to"),
         (lambda: DiffusionRolloutAlgoConfig(sde_type="euler_a"), "sde_type='euler_a'.*flow_sde"),
         (lambda: DiffusionRolloutAlgoConfig(sde_window_size=3, sde_window_range=[0, 2]), "at most 2"),
         (lambda: DiffusionRolloutAlgoConfig(sde_window_range=[2, 2]), "first < end"),
         (lambda: DiffusionRolloutAlgoConfig(noise_level=-1), "noise_level=-1"),
-        (lambda: DiffusionRolloutAlgoConfig(solver="heun"), "algo.solver='heun'.*euler, dpm1, dpm2, dpm3"),
-        (lambda: DiffusionRolloutAlgoConfig(tail_ratio=0.0), "algo.tail_ratio=0.0"),
+        (lambda: DiffusionRolloutAlgoConfig(solver="heun"), "solver='heun'.*euler, dpm1, dpm2, dpm3"),
+        (lambda: DiffusionRolloutAlgoConfig(tail_ratio=0.0), "tail_ratio=0.0 is out of range: it must be above 0 to 1"),
         (lambda: DiffusionPipelineConfig(num_inference_steps=0), "num_inference_steps=0"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Advantages and losses of diffusion reinforcement learning: policy-gradient and forward-process, torch only.
+"""Advantages and losses of diffusion reinforcement learning: policy-gradient and forward-process.
 
 `DiffusionLossConfig`, `LossSpec` and `LossError` import without torch; every other name is loaded when it is first used.
 """

@@ -8,43 +8,36 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from annotated_types import Interval
 
 from diffusion_losses.errors import LossError, unknown_name
 from diffusion_losses.specs import POLICY_GRADIENT, LossSpec, find_loss
 
-MEAN_KL_KINDS = ("std", "paper", "flow_grpo", "unscaled")
-VELOCITY_KL_KINDS = ("velocity", "velocity_std", "velocity_paper")
-KL_KINDS = ("auto", *MEAN_KL_KINDS, *VELOCITY_KL_KINDS, "old_policy")
-STEP_WEIGHTINGS = ("auto", "uniform", "inverse_step", "noise_scale")
-CLIP_SPACES = ("log_ratio", "ratio")
-MASK_BOUNDARIES = ("at_or_above", "above")
-ADVANTAGE_MODES = ("all", "positive_only", "negative_only", "one_only", "binary")
-NFT_FORMS = ("adaptive", "theorem")
-PREFERENCE_LOSSES = ("sigmoid", "ipo", "hinge")
-PAIR_LAYOUTS = ("interleaved", "halves")
-AWM_WEIGHTINGS = ("uniform", "t", "t2", "huber", "ghuber")
-AWM_ADVANTAGES = ("raw", "unit")
-RATIO_LEVELS = ("step", "trajectory")
+MeanKLKind = Literal["std", "paper", "flow_grpo", "unscaled"]
+VelocityKLKind = Literal["velocity", "velocity_std", "velocity_paper"]
+KLKind = Literal["auto", MeanKLKind, VelocityKLKind, "old_policy"]
+StepWeighting = Literal["auto", "uniform", "inverse_step", "noise_scale"]
+ClipSpace = Literal["log_ratio", "ratio"]
+MaskBoundary = Literal["at_or_above", "above"]
+AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
+NFTForm = Literal["adaptive", "theorem"]
+PreferenceLoss = Literal["sigmoid", "ipo", "hinge"]
+PairLayout = Literal["interleaved", "halves"]
+AWMWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
+AWMAdvantage = Literal["raw", "unit"]
+RatioLevel = Literal["step", "trajectory"]
+Positive = Annotated[float, Interval(gt=0, le=1e9)]
+NotNegative = Annotated[float, Interval(ge=0, le=1e9)]
+MEAN_KL_KINDS, VELOCITY_KL_KINDS = get_args(MeanKLKind), get_args(VelocityKLKind)
+PREFERENCE_LOSSES, PAIR_LAYOUTS = get_args(PreferenceLoss), get_args(PairLayout)
+CLIP_SPACES, MASK_BOUNDARIES = get_args(ClipSpace), get_args(MaskBoundary)
+ADVANTAGE_MODES, NFT_FORMS, AWM_WEIGHTINGS = get_args(AdvantageMode), get_args(NFTForm), get_args(AWMWeighting)
 
 # Tensors that engine and trainer make for whoever reads them.
 MADE_BY_TRAINER = ("old_means", "old_velocity", "old_log_probs", "ref_means", "ref_velocity")
-
-_CHOICES = {
-    "kl_kind": KL_KINDS,
-    "step_weighting": STEP_WEIGHTINGS,
-    "guard_clip": CLIP_SPACES,
-    "kl_mask_boundary": MASK_BOUNDARIES,
-    "adv_mode": ADVANTAGE_MODES,
-    "nft_form": NFT_FORMS,
-    "dpo_loss": PREFERENCE_LOSSES,
-    "pair_layout": PAIR_LAYOUTS,
-    "awm_weighting": AWM_WEIGHTINGS,
-    "awm_advantage": AWM_ADVANTAGES,
-    "awm_ratio": RATIO_LEVELS,
-}
-_POSITIVE = ("clip_ratio", "adv_clip_max", "mix_beta", "adaptive_weight_min", "dpo_beta", "awm_power")
-_NOT_NEGATIVE = ("ref_kl_coef", "kl_mask_threshold")
 
 
 @dataclass(frozen=True)
@@ -61,71 +54,70 @@ class DiffusionLossConfig:
     options: dict[str, Any] = field(default_factory=dict)
     # Ratio clip epsilon. 1e-4 is FlowGRPO's and DanceGRPO's: log-probs are means over elements, so ratios are close
     # to 1. GRPO-Guard is published with 2e-6; MixGRPO with 1e-4; AWM's own code with 1 (inactive).
-    clip_ratio: float = 1e-4
+    clip_ratio: Positive = 1e-4
     # Advantages are clamped to +-this (every public system but Flow-DPPO's). It is also NFT's normaliser.
-    adv_clip_max: float = 5.0
+    adv_clip_max: Positive = 5.0
     # DiffusionNFT's beta. 0.5 is verl-omni's; the NFT paper uses 1 for single rewards and 0.1 for OCR and mixtures.
-    mix_beta: float = 0.5
+    mix_beta: Positive = 0.5
     # Weight of the KL term, in every mode.
-    ref_kl_coef: float = 0.0
+    ref_kl_coef: NotNegative = 0.0
     # Floor of NFT's adaptive weights.
-    adaptive_weight_min: float = 1e-5
+    adaptive_weight_min: Positive = 1e-5
     # Diffusion-DPO's beta. 2000 is verl-omni's and Flow-Factory's default; FlowGRPO's script uses 100.
-    dpo_beta: float = 2000.0
+    dpo_beta: Positive = 2000.0
     # Flow-DPPO's divergence threshold, and whether that divergence is divided by S^2 (paper) or only by 2
     # (verl-omni's switch).
-    kl_mask_threshold: float = 1e-5
+    kl_mask_threshold: NotNegative = 1e-5
     add_kl_coefficient: bool = True
 
     # Which KL `ref_kl_coef` weighs (see kl.py). "auto": "std" for policy gradients, which is the closed form of the
     # Gaussian KL per element with the transition's own total std; "velocity" for the forward process, which has no
     # transition; "old_policy" for mix_grpo, whose published KL is taken against the behaviour policy.
-    kl_kind: str = "auto"
+    kl_kind: KLKind = "auto"
     # Per-step weights of the policy term. "auto": "inverse_step" (1/h) for grpo_guard as in its paper and verl-omni
     # (Flow-Factory leaves it out: "uniform"), "uniform" for the rest. data["step_weights"] replaces the named weights.
-    step_weighting: str = "auto"
+    step_weighting: StepWeighting = "auto"
     # Where grpo_guard clips. fp32 cannot hold 1 +- 2e-6, so verl-omni's "ratio" clip moves the bound to 2.027e-6.
-    guard_clip: str = "log_ratio"
+    guard_clip: ClipSpace = "log_ratio"
     # Flow-DPPO masks when D >= threshold (both public codes) or D > threshold (its paper).
-    kl_mask_boundary: str = "at_or_above"
+    kl_mask_boundary: MaskBoundary = "at_or_above"
     # Flow-DPPO's codes do not clamp advantages inside the loss.
     dppo_clamp_advantages: bool = False
 
     # How DiffusionNFT turns an advantage into an optimality probability.
-    adv_mode: str = "all"
+    adv_mode: AdvantageMode = "all"
     # "adaptive" is what both public codes run: error over its own detached size, times adv_clip_max / beta.
     # "theorem" is the unweighted loss for which the paper proves v* = v_old + (2 / beta) Delta.
-    nft_form: str = "adaptive"
+    nft_form: NFTForm = "adaptive"
     # False leaves the negative policy out (only r P is trained): the paper's ablation, not its method.
     nft_negative: bool = True
 
-    dpo_loss: str = "sigmoid"
+    dpo_loss: PreferenceLoss = "sigmoid"
     # "interleaved" (w0, l0, w1, l1, ...; verl-omni) survives being cut into micro-batches of even size;
     # "halves" (w..., l...; FlowGRPO) does not, hence the default.
-    pair_layout: str = "interleaved"
+    pair_layout: PairLayout = "interleaved"
 
     # AWM's published code uses ghuber, "unit" advantages and an inactive clip of 1; Flow-Factory uses uniform, "raw"
     # and a clip of 1e-4. The default is Flow-Factory's set because it is the one that goes with this config's
     # clip_ratio.
-    awm_weighting: str = "uniform"
-    awm_power: float = 0.25
-    awm_advantage: str = "raw"
+    awm_weighting: AWMWeighting = "uniform"
+    awm_power: Annotated[float, Interval(gt=0, le=100)] = 0.25
+    awm_advantage: AWMAdvantage = "raw"
     # "trajectory" is AWM's `sum_first`: one ratio per sample from the mean over its [B, W] noise levels.
-    awm_ratio: str = "step"
+    awm_ratio: RatioLevel = "step"
 
     def __post_init__(self) -> None:
         for name in self.options:
             if name not in self.spec.options:
                 raise unknown_name(f"options of loss_mode={self.loss_mode!r}", name, self.spec.options)
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise unknown_name(name, getattr(self, name), known)
-        for name in _POSITIVE:
-            require_positive(name, getattr(self, name))
-        for name in _NOT_NEGATIVE:
+        for name, kind in _kinds().items():
             value = getattr(self, name)
-            if not _is_number(value) or value < 0:
+            if get_origin(kind) is Literal and value not in get_args(kind):
+                raise unknown_name(name, value, get_args(kind))
+            if kind is NotNegative and (not _is_number(value) or value < 0):
                 raise LossError(f"{name}={value!r} must be zero or a positive number; use 0 to switch it off")
+            if get_origin(kind) is Annotated and kind is not NotNegative:
+                require_positive(name, value)
         if self.family != POLICY_GRADIENT and self.resolved_kl_kind != "velocity":
             raise LossError(
                 f"kl_kind={self.kl_kind!r} needs the transitions of a trajectory, which loss_mode={self.loss_mode!r} "
@@ -195,6 +187,11 @@ class DiffusionLossConfig:
     def limit(self) -> float | None:
         """The bound on `ElementLoss.distance`, the value of the field `spec.limit`; None for a loss without one."""
         return None if self.spec.limit is None else float(getattr(self, self.spec.limit))
+
+
+@cache
+def _kinds() -> dict[str, Any]:
+    return get_type_hints(DiffusionLossConfig, include_extras=True)
 
 
 def require_positive(name: str, value: float) -> None:

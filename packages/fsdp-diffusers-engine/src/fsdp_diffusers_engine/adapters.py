@@ -12,13 +12,13 @@ import re
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from lora_sync.layers import adapter_parameters
 from torch import Tensor, nn
 
-from .config import DiffusionModelConfig
+from .config import DiffusionModelConfig, LoRAInit
 from .errors import EngineError, nearest
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ REFERENCE = "reference"
 EMA = "ema"
 """Policy state that averages the trained one."""
 
-_LORA_INITS = ("gaussian", "kaiming")
+_LORA_INITS = get_args(LoRAInit)
 
 
 def _matches(name: str, pattern: Any) -> bool:

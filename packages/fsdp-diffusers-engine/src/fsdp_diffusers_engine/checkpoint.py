@@ -15,19 +15,19 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .config import CheckpointConfig
+from .config import CheckpointConfig, Content
 from .errors import CheckpointError, EngineError, nearest
 from .sharding import Layout
 
 _FORMAT = 1
 _RECORD = "engine.json"
-_CONTENTS = ("model", "optimizer", "extra", "lora", "hf_model")
+_CONTENTS = get_args(Content)
 
 
 def check_config(config: CheckpointConfig) -> None:

@@ -1,6 +1,7 @@
 """Config dataclasses of the engine. This file imports no torch, so that a command line can validate before it loads one.
 
-Only types that OmegaConf's structured configs support are used; ``"???"`` is OmegaConf's mark for "must be given".
+The type of a field says which values it takes: a word of a ``Literal``, or a number of an ``Interval``. OmegaConf's structured
+configs support them; ``"???"`` is OmegaConf's mark for "must be given".
 Where verl-omni, whose names these are, nests options that do nothing for a diffusion transformer (tokenizers, expert
 parallelism, …), they are left out: every field below is read by something in this package.
 """
@@ -8,11 +9,26 @@ parallelism, …), they are left out: every field below is read by something in 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from annotated_types import Interval, Len
 from diffusion_losses.config import DiffusionLossConfig
 
 MISSING: Any = "???"
+
+Dtype = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
+Sharding = Literal["auto", "shard", "replicate"]
+LoRAInit = Literal["gaussian", "kaiming"]
+Schedule = Literal["constant", "linear", "cosine"]
+Content = Literal["model", "optimizer", "extra", "lora", "hf_model"]
+Levels = Literal["schedule", "uniform", "logit_normal"]
+Count = Annotated[int, Interval(ge=1, le=1_000_000_000)]
+CountOrZero = Annotated[int, Interval(ge=0, le=1_000_000_000)]
+Seed = Annotated[int, Interval(ge=0, le=2**63 - 1)]
+NotNegative = Annotated[float, Interval(ge=0, le=1e9)]
+Share = Annotated[float, Interval(ge=0, le=1)]
+PositiveShare = Annotated[float, Interval(gt=0, le=1)]
+BelowOne = Annotated[float, Interval(ge=0, lt=1)]
 
 
 @dataclass
@@ -38,18 +54,18 @@ class DiffusionModelConfig:
     """Builds the transformer from this config with seeded random weights and reads none from ``path``: benchmarks."""
     enable_gradient_checkpointing: bool = True
     """Recompute blocks' activations in backward where memory does not hold them: `recompute_blocks` of them. False keeps all."""
-    recompute_blocks: int | None = None
+    recompute_blocks: Annotated[int, Interval(ge=0, le=10_000)] | None = None
     """How many blocks are recomputed, the first ones. None measures how many must be (on CUDA, with whole weights on each
     rank) and else takes all."""
     attn_backend: str | None = None
     """Attention backend by diffusers' name (``native``, ``flash``, ``_native_cudnn`` …); None keeps the default."""
-    lora_rank: int = 0
+    lora_rank: Annotated[int, Interval(ge=0, le=65_536)] = 0
     """Rank of the LoRA. 0 trains the whole transformer."""
-    lora_alpha: int = 64
+    lora_alpha: Count = 64
     """The adapter's output is scaled by ``lora_alpha / lora_rank``."""
-    lora_init_weights: str = "gaussian"
+    lora_init_weights: LoRAInit = "gaussian"
     """``gaussian`` (A ~ N(0, 1/rank²)) or ``kaiming``; B starts at zero in both, so the first policy is the base."""
-    lora_seed: int = 0
+    lora_seed: Seed = 0
     """Seed of that draw. Each tensor is drawn from (seed, its name): the same on any number of ranks."""
     target_modules: Any = "all-linear"
     """``all-linear`` (the spec's attention and MLP layers), ``attention``, a regular expression, or a list of name ends."""
@@ -57,7 +73,7 @@ class DiffusionModelConfig:
     """Modules to leave out of ``target_modules``: a regular expression or a list of name ends."""
     lora_adapter_path: str | None = None
     """Warm start: a saved LoRA (file or folder, PEFT, diffusers or this package's export) put into ``default``."""
-    lora_dtype: str = "fp32"
+    lora_dtype: Dtype = "fp32"
     """dtype in which adapters are kept and optimised. The product is computed in the activations' dtype."""
     lora: LoRAOptions = field(default_factory=LoRAOptions)
     """How the adapter is sent to the rollout."""
@@ -72,9 +88,9 @@ class DiffusionModelConfig:
 class MixedPrecisionConfig:
     """FSDP2's mixed-precision policy, for full fine-tuning of fp32 weights (a LoRA over a bf16 base needs none)."""
 
-    param_dtype: str = "bf16"
+    param_dtype: Dtype = "bf16"
     """dtype in which gathered parameters compute."""
-    reduce_dtype: str = "fp32"
+    reduce_dtype: Dtype = "fp32"
     """dtype in which gradients are reduced between ranks."""
 
 
@@ -84,15 +100,15 @@ class FSDPEngineConfig:
 
     device: str | None = None
     """``cpu``, ``cuda``, ``cuda:1`` …; None takes CUDA where there is one, card ``LOCAL_RANK``."""
-    model_dtype: str = "fp32"
+    model_dtype: Dtype = "fp32"
     """dtype of the stored weights: ``fp32``, ``bf16`` or ``fp16``. Use bf16 for a LoRA over a large frozen base."""
     mixed_precision: MixedPrecisionConfig | None = None
     """Compute dtype of a full fine-tuning that keeps ``model_dtype=fp32`` weights; None computes in ``model_dtype``."""
-    sharding: str = "auto"
+    sharding: Sharding = "auto"
     """``replicate`` keeps the whole module on every rank and averages the trained part's gradient once per optimizer step;
     ``shard`` divides it over ``fsdp_size`` ranks with FSDP2 (one rank too: it starts a group of one when there is none).
     ``auto`` shards over several ranks; the programs decide it by :mod:`ray_trainer.card_memory`'s sums."""
-    fsdp_size: int = -1
+    fsdp_size: Literal[-1] | Annotated[int, Interval(ge=1, le=100_000)] = -1
     """Ranks in one shard group; a smaller number than all replicates between groups (HSDP). -1 is all ranks; in the
     programs all of one machine, and more only where a number says so."""
     reshard_after_forward: bool = True
@@ -107,17 +123,17 @@ class FSDPEngineConfig:
     """Keep the optimizer's state on the CPU outside ``train_mode``."""
     activation_offload: bool = False
     """Keep the activations saved for backward (block inputs, or all of them without checkpointing) in pinned CPU memory."""
-    ulysses_sequence_parallel_size: int = 1
+    ulysses_sequence_parallel_size: Annotated[int, Interval(ge=1, le=1024)] = 1
     """Ranks that share one sample's tokens (Ulysses), for transformers with a context-parallel plan in diffusers."""
     use_torch_compile: bool | None = None
     """Compile the repeated blocks (one compilation for all of them). None does so on CUDA, unless `full_determinism` is on."""
     full_determinism: bool = False
     """Bitwise equal steps on a GPU, for the whole process, with kernels that may be slower. A CPU needs no such thing."""
-    ema_decay: float = 0.0
+    ema_decay: BelowOne = 0.0
     """Above 0, an exponential average of the trained weights is kept as the policy state ``ema``."""
-    timeout_s: float = 600.0
+    timeout_s: Annotated[float, Interval(gt=0, le=1e7)] = 600.0
     """Deadline of a collective in a group that the engine starts; a dead rank ends the others within it."""
-    peak_tflops: float | None = None
+    peak_tflops: Annotated[float, Interval(gt=0, le=1e9)] | None = None
     """Peak of the device for ``perf/mfu``, in 1e12 operations a second; None looks it up or measures it."""
 
 
@@ -125,23 +141,23 @@ class FSDPEngineConfig:
 class FSDPOptimizerConfig:
     """AdamW and its learning-rate schedule. Steps are optimizer steps."""
 
-    lr: float = 1e-4
+    lr: Share = 1e-4
     """Peak learning rate."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    betas: Annotated[list[BelowOne], Len(2, 2)] = field(default_factory=lambda: [0.9, 0.999])
     """Decay rates of AdamW's two moments."""
-    eps: float = 1e-8
+    eps: PositiveShare = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: float = 1e-4
+    weight_decay: Annotated[float, Interval(ge=0, le=100)] = 1e-4
     """Decoupled weight decay."""
-    clip_grad: float = 1.0
+    clip_grad: NotNegative = 1.0
     """Largest norm of the whole gradient; 0 turns clipping off (the norm is measured all the same)."""
-    lr_scheduler_type: str = "constant"
+    lr_scheduler_type: Schedule = "constant"
     """``constant``, ``linear`` or ``cosine``: how the rate goes from ``lr`` to ``lr * min_lr_ratio`` after the warmup."""
-    lr_warmup_steps: int = 0
+    lr_warmup_steps: CountOrZero = 0
     """Steps of linear warmup from ``lr / (lr_warmup_steps + 1)``."""
-    total_training_steps: int = -1
+    total_training_steps: Annotated[int, Interval(ge=-1, le=2**63 - 1)] = -1
     """Step at which ``linear`` and ``cosine`` reach their end; they need it, ``constant`` does not."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Share = 0.0
     """End of ``linear`` and ``cosine`` as a share of ``lr``."""
 
 
@@ -149,12 +165,12 @@ class FSDPOptimizerConfig:
 class CheckpointConfig:
     """What a checkpoint holds and how many are kept."""
 
-    save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    save_contents: list[Content] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     """Any of ``model`` (trained weights and every policy state), ``optimizer``, ``extra`` (schedule, counters, RNG),
     and ``lora`` or ``hf_model`` (an export beside them that other tools load)."""
-    load_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    load_contents: list[Content] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     """Which of ``model``, ``optimizer`` and ``extra`` are restored."""
-    max_ckpt_to_keep: int | None = None
+    max_ckpt_to_keep: Count | None = None
     """Older checkpoints of this engine in the same parent folder are deleted beyond this number; None keeps all."""
 
 
@@ -162,20 +178,20 @@ class CheckpointConfig:
 class ForwardProcessConfig:
     """Where a forward-process loss (NFT, DPO, AWM) looks at a clean latent."""
 
-    levels: str = "schedule"
+    levels: Levels = "schedule"
     """Noise levels: ``schedule`` (the sampler's own sigmas, a new random choice per sample), ``uniform``, or
     ``logit_normal``."""
-    num_levels: int = 0
+    num_levels: Annotated[int, Interval(ge=0, le=10_000)] = 0
     """Levels per sample in one update; 0 takes all that ``schedule_fraction`` allows (one for the other kinds)."""
-    schedule_fraction: float = 0.99
+    schedule_fraction: PositiveShare = 0.99
     """Share of the schedule that one update uses; DiffusionNFT drops one random level of ten by 0.99."""
-    logit_mean: float = 0.0
+    logit_mean: Annotated[float, Interval(ge=-100, le=100)] = 0.0
     """Mean of the logit of ``logit_normal`` levels."""
-    logit_std: float = 1.0
+    logit_std: Annotated[float, Interval(gt=0, le=100)] = 1.0
     """Their standard deviation."""
-    shift: float = 1.0
+    shift: Annotated[float, Interval(gt=0, le=1000)] = 1.0
     """Shift of ``uniform`` and ``logit_normal`` levels, ``s t / (1 + (s - 1) t)``; SD3's schedule has 3."""
-    min_sigma: float = 1e-3
+    min_sigma: BelowOne = 1e-3
     """Smallest of those levels."""
     reference_state: str = "reference"
     """Policy state of the reference: ``reference`` (adapters off) or a lagged copy such as ``old``."""
@@ -187,17 +203,17 @@ class DiffusionActorConfig:
 
     strategy: str = "fsdp"
     """Kind of engine; ``fsdp`` is the one there is."""
-    ppo_mini_batch_size: int = 256
+    ppo_mini_batch_size: Count = 256
     """Samples of one optimizer step, over all ranks."""
-    ppo_micro_batch_size_per_gpu: int = 8
+    ppo_micro_batch_size_per_gpu: Count = 8
     """Samples of one forward and backward on one rank."""
-    log_prob_micro_batch_size_per_gpu: int | None = None
+    log_prob_micro_batch_size_per_gpu: Count | None = None
     """The same for forward-only passes; None takes ``ppo_micro_batch_size_per_gpu``."""
-    ppo_epochs: int = 1
+    ppo_epochs: Annotated[int, Interval(ge=1, le=10_000)] = 1
     """Passes over the batch of a training step."""
     shuffle: bool = False
     """Draw a new order of the samples for every epoch."""
-    data_loader_seed: int = 42
+    data_loader_seed: Seed = 42
     """Seed of that order, together with the training step and the epoch."""
     diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
     """The loss; its ``loss_mode`` also picks the engine (policy gradient or forward process)."""

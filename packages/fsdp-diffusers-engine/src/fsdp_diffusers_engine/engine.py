@@ -359,7 +359,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
         self._need("save_checkpoint")
         with shared_failure("save_checkpoint"):
             config, path, rank = self.checkpoint_config, Path(local_path), self.layout.rank
-            contents = set(config.save_contents)
+            contents = set[str](config.save_contents)
             keep = config.max_ckpt_to_keep if max_ckpt_to_keep is None else max_ckpt_to_keep
             with checkpoint.writing(path, self.layout, keep) as folder:
                 tensors = self._kept(contents)
@@ -381,7 +381,10 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
         """Restore a checkpoint, saved by any number of ranks; returns its ``global_step``."""
         self._need("load_checkpoint")
         with shared_failure("load_checkpoint"), torch.no_grad():
-            path, wanted = Path(local_path), set(self.checkpoint_config.load_contents) & {"model", "optimizer", "extra"}
+            path, wanted = (
+                Path(local_path),
+                set[str](self.checkpoint_config.load_contents) & {"model", "optimizer", "extra"},
+            )
             record = checkpoint.read_record(path)
             checkpoint.check_fit(path, record, wanted, self.spec.transformer_class, self._lora_shape())
             checkpoint.read_tensors(path, self._kept(wanted, create=True), self.layout)

@@ -11,14 +11,21 @@ preference pair share theirs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import batch, losses, objective
-from .config import CheckpointConfig, DiffusionModelConfig, ForwardProcessConfig, FSDPEngineConfig, FSDPOptimizerConfig
+from .config import (
+    CheckpointConfig,
+    DiffusionModelConfig,
+    ForwardProcessConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    Levels,
+)
 from .engine import DiffusersFSDPEngine
 from .errors import EngineError, nearest
 from .objective import LossFunction, Objective, Policy
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
-LEVELS = ("schedule", "uniform", "logit_normal")
+LEVELS = get_args(Levels)
 _PER_SAMPLE_OR_STEP = ("advantages", "mask", "rollout_weights")
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .config import FSDPOptimizerConfig
+from .config import FSDPOptimizerConfig, Schedule
 from .errors import EngineError
 
-SCHEDULES = ("constant", "linear", "cosine")
+SCHEDULES = get_args(Schedule)
 
 
 def check_optimizer_config(config: FSDPOptimizerConfig) -> None:

@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from .config import DiffusionModelConfig, FSDPEngineConfig
+from .config import DiffusionModelConfig, FSDPEngineConfig, Sharding
 from .errors import EngineError
 from .precision import dtype_of
 
-_SHARDING = ("auto", "shard", "replicate")
+_SHARDING = get_args(Sharding)
 
 
 @dataclass(frozen=True)

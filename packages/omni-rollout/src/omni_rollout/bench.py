@@ -9,19 +9,19 @@ from typing import Any
 
 from sde_samplers.settings import SamplerSettings
 
-from .config import DiffusionRolloutConfig, VllmOmniConfig
+from .config import Backend, DiffusionRolloutConfig, Dtype, VllmOmniConfig
 from .types import GenerationRequest
 
 
 def bench(
     model: str,
-    backend: str = "diffusers",
+    backend: Backend = "diffusers",
     *,
     samples: int = 96,
     group: int = 16,
     batch: int = 64,
     rounds: int = 3,
-    dtype: str = "float32",
+    dtype: Dtype = "float32",
     device: str = "cpu",
     settings: SamplerSettings,
 ) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def bench(
 
 
 async def _bench(
-    model: str, backend: str, requests: list[GenerationRequest], batch: int, rounds: int, dtype: str, device: str
+    model: str, backend: Backend, requests: list[GenerationRequest], batch: int, rounds: int, dtype: Dtype, device: str
 ) -> dict[str, Any]:
     start = time.perf_counter()
     target: Any

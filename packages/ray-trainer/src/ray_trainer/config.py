@@ -1,7 +1,8 @@
 """The config of a run: structured, typed, composed as defaults < recipe < `key=value` on the command line.
 
-The schema is plain dataclasses and imports without torch. Every default lives in exactly one place: a field here or in the
-package that reads it. A recipe is a short YAML file that says only what differs.
+The schema is plain dataclasses and imports without torch. A key is one field, here or in the package that reads it: its name, its
+default, and in its type the words or the range that it takes (`omni_rollout.allowed`). A recipe is a short YAML file that says only
+what differs.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from annotated_types import Interval
 from diffusion_losses.config import DiffusionLossConfig
 from fsdp_diffusers_engine.config import DiffusionModelConfig, FSDPDiffusionActorConfig
+from omni_rollout.allowed import Count, CountOrZero, Seconds, Seed, fault, kinds
 from omni_rollout.config import DiffusionRolloutConfig
 from yaml import MappingNode, Node, ScalarNode
 
 from ray_trainer.assets import resolve
 from ray_trainer.doors import importable
 from ray_trainer.errors import TrainerError
-from ray_trainer.ranges import check_ranges
 from ray_trainer.values import (
     Reference,
     convert,
@@ -45,11 +47,16 @@ __all__ = [
     "RayConfig",
     "RewardConfig",
     "RunConfig",
+    "check_values",
     "compose",
     "known_keys",
     "to_tree",
     "to_yaml",
 ]
+
+
+Thousands = Annotated[int, Interval(ge=1, le=10_000)]
+Share = Annotated[float, Interval(ge=0, le=1)]
 
 
 @dataclass
@@ -60,9 +67,9 @@ class DataConfig:
     train_file: str | list[str] = "builtin:tiny_shapes_train"
     val_file: str | list[str] = "builtin:tiny_shapes_heldout"
     """Empty holds out a tenth of the training file's texts, always the same ones; so does a train_file given without it."""
-    prompts_per_step: int = 6
+    prompts_per_step: Count = 6
     """P; each prompt is sampled `rollout.n` times."""
-    val_max_prompts: int = 48
+    val_max_prompts: Count = 48
     """Validation draws `rollout.val_kwargs.n` samples of each of the first this many prompts of `val_file`."""
 
 
@@ -72,18 +79,18 @@ class RewardConfig:
 
     name: str = "shapes"
     options: dict[str, Any] = field(default_factory=dict)
-    num_workers: int = 1
-    num_cpus: float = 0.1
+    num_workers: Thousands = 1
+    num_cpus: Annotated[float, Interval(ge=0, le=10_000)] = 0.1
     """CPUs that Ray sets aside for each worker."""
-    concurrency: int = 1
+    concurrency: Thousands = 1
     """Samples in flight per worker; more than 1 is for rewards that wait for a server."""
-    batch_size: int = 16
+    batch_size: Count = 16
     """Most samples handed to a worker at once."""
-    policy: str = "required"
+    policy: Literal["required", "skip", "value"] = "required"
     """required: a failure stops the run; skip: the sample leaves its group; value: it counts as `failure_value`."""
-    failure_value: float = 0.0
-    max_retries: int = 2
-    timeout_s: float = 120.0
+    failure_value: Annotated[float, Interval(ge=-1e9, le=1e9)] = 0.0
+    max_retries: Annotated[int, Interval(ge=0, le=1000)] = 2
+    timeout_s: Seconds = 120.0
 
 
 @dataclass
@@ -95,11 +102,11 @@ class OldPolicyConfig:
     (start 0, rate .001, max .5); and (start 75, rate .0075, max .999).
     """
 
-    update_every: int = 1
+    update_every: Count = 1
     """Training steps between two refreshes."""
-    decay_start: int = 0
-    decay_rate: float = 0.0
-    decay_max: float = 0.0
+    decay_start: CountOrZero = 0
+    decay_rate: Share = 0.0
+    decay_max: Share = 0.0
 
     def decay(self, optimizer_steps: int) -> float:
         """d after this many optimizer steps."""
@@ -110,21 +117,21 @@ class OldPolicyConfig:
 class AlgorithmConfig:
     """From rewards to the numbers that the loss sees."""
 
-    advantage_std: str = "group"
+    advantage_std: Literal["group", "batch", "none"] = "group"
     """Whose standard deviation divides the centred reward: group, batch or none."""
-    advantage_ddof: int = 1
-    advantage_eps: float = 1e-4
-    flat_groups: str = "keep"
+    advantage_ddof: Literal[0, 1] = 1
+    advantage_eps: Share = 1e-4
+    flat_groups: Literal["keep", "drop"] = "keep"
     """Samples whose prompt's samples all have one reward, which compare with nothing and have advantage 0. keep: they are
     trained on, so they count in the loss's mean and in the KL (DiffusionNFT, AWM, DanceGRPO, MixGRPO, verl-omni); drop: they
     are left out before the update (flow_grpo). A sample without a score is always left out."""
-    old_log_probs: str = "rollout"
+    old_log_probs: Literal["rollout", "trainer"] = "rollout"
     """rollout: the sampler's own, when sampler and trainer agree to the bit; trainer: one more forward pass per step."""
-    pair_mode: str = "best_worst"
+    pair_mode: Literal["best_worst", "all"] = "best_worst"
     """Preference pairs of one prompt: best_worst or all (dpo)."""
-    pair_margin: float = 0.0
+    pair_margin: Annotated[float, Interval(ge=0, le=1e9)] = 0.0
     """Pairs whose rewards differ by no more than this are skipped and counted (dpo)."""
-    step_fraction: float = 1.0
+    step_fraction: Annotated[float, Interval(gt=0, le=1)] = 1.0
     """Share of the window's steps that a sample trains, chosen anew for each; DanceGRPO trains 0.6 of them."""
     old_policy: OldPolicyConfig = field(default_factory=OldPolicyConfig)
     options: dict[str, Any] = field(default_factory=dict)
@@ -137,19 +144,19 @@ class LoopConfig:
 
     algorithm: str = ""
     """The trainer's class: empty for the program's own, an installed one's name, "module:Class" or "./file.py:Class"."""
-    total_steps: int = 100
+    total_steps: Count = 100
     val_before_train: bool = True
-    val_every: int = 50
-    save_every: int = 20
-    keep_checkpoints: int = 2
+    val_every: CountOrZero = 50
+    save_every: CountOrZero = 20
+    keep_checkpoints: Count = 2
     run_dir: str = ""
     """Folder of the run; empty makes a new one, runs/RECIPE-DATE-TIME."""
-    on_existing: str = "raise"
+    on_existing: Literal["raise", "resume", "delete"] = "raise"
     """What to do when run_dir exists: raise, resume or delete (a folder that holds a run and nothing else)."""
     allow_config_change: list[str] = field(default_factory=list)
     """Keys or sections that a resumed run may have otherwise than before; any other that decides results is refused."""
-    seed: int = 0
-    num_workers: int = 1
+    seed: Seed = 0
+    num_workers: Thousands = 1
     """Training processes: one per GPU, or one on a CPU."""
 
 
@@ -159,10 +166,11 @@ class RayConfig:
 
     address: str = ""
     """Empty starts Ray on this machine; "auto" or host:port joins a running cluster."""
-    num_cpus: int = 0
+    num_cpus: Annotated[int, Interval(ge=0, le=10_000)] = 0
     """CPUs that a local Ray offers; 0 takes the cores that this process may use."""
-    object_store_mb: int = 256
-    worker_threads: int = 0
+    object_store_mb: Annotated[int, Interval(ge=75, le=1_000_000_000)] = 256
+    """Ray takes no less than 75, and no more than the machine has."""
+    worker_threads: Annotated[int, Interval(ge=0, le=1024)] = 0
     """Torch threads of a training process; 0 takes every core."""
 
 
@@ -358,6 +366,18 @@ def _resolved(value: Any, tree: dict[str, Any], name: str, seen: tuple[str, ...]
     return found
 
 
+def check_values(schema: type, tree: dict[str, Any], prefix: str = "") -> None:
+    """Raise `TrainerError`, with key, value and what it may be, for the first value that the type of its field does not allow."""
+    for name, kind in kinds(schema).items():
+        value, inner = tree.get(name), is_section(kind)
+        if inner is not None and isinstance(value, dict):
+            check_values(inner, value, f"{prefix}{name}.")
+        elif any(isinstance(one, Reference) for one in (value if isinstance(value, list) else [value])):
+            continue  # its value is not known yet
+        elif wrong := fault(kind, value):
+            raise TrainerError(f"{prefix}{name}{wrong}")
+
+
 def _build(schema: type, tree: dict[str, Any]) -> Any:
     """The dataclass of a whole tree."""
     hints = get_type_hints(schema)
@@ -376,7 +396,7 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
 
 
 def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
-    """Defaults < recipe file (over its base) < overrides, checked against the schema and the ranges of its numbers.
+    """Defaults < recipe file (over its base) < overrides, each value checked against its field.
 
     Args:
         app: name of the program, stored in the config.
@@ -393,9 +413,9 @@ def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
             f"app={layers['app']!r} in recipe {recipe_file.name}: this program is {app}; start the other one"
         )
     tree = _merge(to_tree(RunConfig()), layers | {"app": app, "recipe": recipe_file.stem})
-    check_ranges(RunConfig, tree)  # before, so that the key that was typed is named, and not one that refers to it
+    check_values(RunConfig, tree)  # before, so that the key that was typed is named, and not one that refers to it
     tree = _resolved(tree, tree, "")
-    check_ranges(RunConfig, tree)
+    check_values(RunConfig, tree)
     try:
         config = _build(RunConfig, tree)
         # One place for each fact: the engine's config holds the model too, and gets it from here.

@@ -19,8 +19,6 @@ from yaml import MappingNode, Node
 from ray_trainer.errors import TrainerError
 from ray_trainer.values import read_yaml, section
 
-POLICIES = ("raise", "resume", "delete")
-
 _STEP = r"\.?step_\d+(\.\w+)?"
 _OURS = re.compile(
     r"config\.yaml|(metrics|changes)\.jsonl(\.tmp)?|report\.html(\.tmp)?|(environment|inputs)\.json"
@@ -50,11 +48,9 @@ def check_run_dir(path: str, on_existing: str) -> None:
     """Everything about the folder that can be refused without writing anything.
 
     Raises:
-        TrainerError: an unknown policy, a folder that exists under `raise`, that is not a run under `resume` or `delete`,
+        TrainerError: a folder that exists under `raise`, that is not a run under `resume` or `delete`,
             or that cannot be written.
     """
-    if on_existing not in POLICIES:
-        raise TrainerError(f"trainer.on_existing={on_existing!r} must be one of {', '.join(POLICIES)}")
     folder = Path(path)
     try:
         exists = folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir())))

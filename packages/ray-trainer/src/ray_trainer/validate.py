@@ -6,12 +6,11 @@ import warnings
 from importlib.util import find_spec
 
 from ray_trainer.cluster import check_ray
-from ray_trainer.config import RunConfig, to_tree, updates_per_step
+from ray_trainer.config import RunConfig, check_values, to_tree, updates_per_step
 from ray_trainer.errors import TrainerError
 from ray_trainer.model_folder import ARCHITECTURES, check_folder, read_index, size_multiple, transformer_size
 from ray_trainer.models import locate, pipeline_class
 from ray_trainer.prompts import Prompt, PromptSampler, check_lengths, load_prompt_sets
-from ray_trainer.ranges import check_ranges
 from ray_trainer.resume import check_resume
 from ray_trainer.run_dir import check_run_dir
 from ray_trainer.validate_algorithm import check_algorithm, check_experts, require
@@ -148,17 +147,13 @@ def validate_config(config: RunConfig) -> list[str]:
         TrainerError: the first thing that cannot work, with the key, its value and what to change.
     """
     r, t, d, a = config.rollout, config.trainer, config.data, config.actor
-    check_ranges(RunConfig, to_tree(config))  # `compose` did; a config that was made in Python comes here first
+    check_values(RunConfig, to_tree(config))  # `compose` did; a config that was made in Python comes here first
     pipeline, notes = _check_model(config)
     notes += _check_first_lora(config.model.lora_adapter_path, pipeline, config.model.lora_rank)
     train, val = load_prompt_sets(d)
     PromptSampler(train, d.prompts_per_step, t.seed)
     _check_reward(config, [*train, *val])
     require(r.n >= 2, f"rollout.n={r.n} is too small: advantages compare the samples of one prompt, so give at least 2")
-    require(
-        config.reward.policy in ("required", "skip", "value"),
-        f"reward.policy={config.reward.policy!r} must be required, skip or value",
-    )
     require(
         r.backend == "diffusers" or find_spec("vllm_omni") is not None,
         f"rollout.backend={r.backend!r} needs vLLM-Omni: uv sync --extra vllm, or pip install 'omni-rollout[vllm]'",

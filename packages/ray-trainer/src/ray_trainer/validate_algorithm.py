@@ -19,7 +19,6 @@ def require(holds: bool, message: str) -> None:
 
 def check_algorithm(config: RunConfig) -> None:
     """Everything below, for the family of the config's loss."""
-    _check_names(config)
     _check_policy_states(config)
     _check_guidance(config)
     spec = config.actor.diffusion_loss.spec
@@ -27,24 +26,6 @@ def check_algorithm(config: RunConfig) -> None:
         _check_window(config)
     if spec.paired:
         _check_pairs(config)
-
-
-def _check_names(config: RunConfig) -> None:
-    algorithm = config.algorithm
-    for name, value, known in (
-        ("advantage_std", algorithm.advantage_std, ("group", "batch", "none")),
-        ("old_log_probs", algorithm.old_log_probs, ("rollout", "trainer")),
-        ("flat_groups", algorithm.flat_groups, ("keep", "drop")),
-        ("pair_mode", algorithm.pair_mode, ("best_worst", "all")),
-        ("advantage_ddof", algorithm.advantage_ddof, (0, 1)),
-    ):
-        require(value in known, f"algorithm.{name}={value!r} must be {' or '.join(map(str, known))}")
-    for name, number in (("pair_margin", algorithm.pair_margin), ("advantage_eps", algorithm.advantage_eps)):
-        require(number >= 0, f"algorithm.{name}={number} must be 0 or more")
-    require(
-        0 < algorithm.step_fraction <= 1,
-        f"algorithm.step_fraction={algorithm.step_fraction} must lie above 0 and be at most 1",
-    )
 
 
 def _check_policy_states(config: RunConfig) -> None:
@@ -59,11 +40,6 @@ def _check_policy_states(config: RunConfig) -> None:
             name == "reference" or name in states,
             f"{key}={name!r} is no policy state of this run ({', '.join(states)}); add it to model.policy_state_adapters",
         )
-    require(old.update_every >= 1, f"algorithm.old_policy.update_every={old.update_every} must be at least 1")
-    require(
-        old.decay_rate >= 0 and 0 <= old.decay_max <= 1,
-        f"algorithm.old_policy needs decay_rate >= 0 and decay_max in 0 … 1, not {old.decay_rate} and {old.decay_max}",
-    )
     if loss.spec.replays:
         require(
             sampler == "default",

@@ -12,7 +12,7 @@ from dataclasses import is_dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
@@ -99,7 +99,7 @@ def convert(kind: Any, node: yaml.Node | str, name: str, where: str) -> Any:
     """The value that `node` gives a field of type `kind`.
 
     Args:
-        kind: int, float, bool, str, a list or dict of these, one of them or None, or Any (a text, or a list or mapping).
+        kind: int, float, bool, str, a `Literal`, a list or dict of these, one of them or None, or Any (text, list, mapping).
         node: text as typed on the command line, or the node of a recipe.
         name, where: of the key, for errors.
 
@@ -107,6 +107,7 @@ def convert(kind: Any, node: yaml.Node | str, name: str, where: str) -> Any:
         TrainerError: it gives none.
     """
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    kinds = tuple(type(get_args(one)[0]) if get_origin(one) is Literal else one for one in kinds)
     scalar = next((one for one in kinds if one in _SCALARS), None)
     holder = next((one for one in kinds if one is Any or get_origin(one) in (list, dict)), None)
     if isinstance(node, str):
