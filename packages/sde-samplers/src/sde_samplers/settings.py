@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from .errors import SamplerError
 from .kinds import Kind, find_kind
 
-SOLVERS = {"euler": 1, "dpm1": 1, "dpm2": 2, "dpm3": 3}
+Solver = Literal["euler", "dpm1", "dpm2", "dpm3"]
+SOLVERS: dict[str, int] = {"euler": 1, "dpm1": 1, "dpm2": 2, "dpm3": 3}
 """Integrators of the ODE steps, with their orders."""
 
 
