@@ -26,10 +26,8 @@ from lora_sync import (
     extract_lora,
     fingerprint,
     load_weights,
-    merge,
     stream_lora,
     stream_weights,
-    unmerge,
     use_adapter,
     verify,
 )
@@ -150,18 +148,11 @@ def adapters_match_unsharded(mesh: DeviceMesh) -> dict[str, bool]:
     payload = extract_lora(model(seed=3), version=2)
     receipt = apply_lora(sharded, payload)
     out["apply"] = verify(payload, receipt) is receipt and extract_lora(sharded, version=0).hash == payload.hash
-    before = {n: p.full_tensor().clone() for n, p in sharded.named_parameters()}
     apply_lora(plain, payload)
-    merge(sharded, "default")
-    merge(plain, "default")
-    bare = dict(plain.named_parameters())
-    out["merge"] = all(torch.allclose(p.full_tensor(), bare[n], atol=1e-6) for n, p in sharded.named_parameters())
-    unmerge(sharded)
-    unmerge(plain)
-    out["unmerge"] = all(torch.equal(p.full_tensor(), before[n]) for n, p in sharded.named_parameters())
     buckets = list(stream_weights(sharded, version=3, bucket_bytes=400, merge_adapter="default"))
     wanted = list(stream_weights(plain, version=3, bucket_bytes=400, merge_adapter="default"))
-    out["weights"] = buckets[-1].stream_hash == wanted[-1].stream_hash and len(buckets) > 2
+    pairs = [(a.tensors[n], t) for a, b in zip(buckets, wanted, strict=True) for n, t in b.tensors.items()]
+    out["merged weights"] = len(buckets) > 2 and all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
     receipt_w = load_weights(sharded, stream_weights(model(seed=9), version=4))
     out["load weights"] = receipt_w.checksum == content_sum(value for _, value in base_weights(model(seed=9)))
     return out
@@ -169,7 +160,7 @@ def adapters_match_unsharded(mesh: DeviceMesh) -> dict[str, bool]:
 
 def broadcasts(rank: int) -> dict[str, bool]:
     out: dict[str, bool] = {}
-    channel = BroadcastTransport(source=0, bucket_bytes=1000)
+    channel = BroadcastTransport(source=0)
     payload = extract_lora(model(seed=4), version=7)
     if rank == 0:
         channel.send(payload, timeout=30)
@@ -237,7 +228,7 @@ def beside_the_default_group(rank: int, payload: LoRAPayload) -> bool:
 
 def death(rank: int, world: int) -> dict[str, bool]:
     """The last rank dies while a message is on its way."""
-    channel = BroadcastTransport(source=0, bucket_bytes=1 << 16)
+    channel = BroadcastTransport(source=0)
     payload = LoRAPayload.build(
         {"x.lora_A.weight": torch.randn(8, 1 << 16), "x.lora_B.weight": torch.randn(8, 8)}, alphas=1.0, version=1
     )

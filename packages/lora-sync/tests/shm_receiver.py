@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 
-from lora_sync.message import Incoming
 from lora_sync.transport import SharedMemoryTransport
 
 channel = SharedMemoryTransport(sys.argv[1], "receiver")
@@ -17,16 +16,16 @@ for _ in range(2):
     print(message.version, message.hash, flush=True)
 
 count = 0
-feed = Incoming.feed
+hear = channel._hear
 
 
-def dying(self, piece):
+def dying(*args):
     global count
     count += 1
-    if count == 3:
+    if count == 6:
         os._exit(0)
-    feed(self, piece)
+    return hear(*args)
 
 
-Incoming.feed = dying
+channel._hear = dying
 channel.receive(timeout=60)

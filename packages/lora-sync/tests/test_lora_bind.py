@@ -36,17 +36,16 @@ def receiver(tools):
     return module
 
 
-@pytest.mark.parametrize("take", [False, True])
-def test_binding_into_an_existing_adapter(payload, receiver, take):
+def test_binding_into_an_existing_adapter(payload, receiver):
     old = extract_lora(receiver, version=0)
     parameters = list(receiver.parameters())
-    receipt = apply_lora(receiver, payload, take=take)
+    receipt = apply_lora(receiver, payload)
     verify(payload, receipt, previous_version=4)
     assert (receipt.version, receipt.modules_bound, receipt.tensors_bound, receipt.tensors_ignored) == (5, 8, 16, 0)
     assert receipt.hash == payload.hash == extract_lora(receiver, version=0).hash != old.hash
     assert all(a is b for a, b in zip(parameters, receiver.parameters(), strict=True))  # optimizers keep their grip
     shared = {t.data_ptr() for t in payload.tensors.values()} & {p.data_ptr() for p in receiver.parameters()}
-    assert bool(shared) == take
+    assert not shared
 
 
 def test_binding_adds_the_adapter_when_it_is_missing(payload, tools):
@@ -126,10 +125,9 @@ def test_missing_extra_and_misshapen_tensors_are_refused(payload, tools, receive
     unchanged(receiver, lambda: apply_lora(receiver, payload, "reference"), BindError, "every adapter off")
 
 
-@pytest.mark.parametrize("take", [False, True])
-def test_a_changed_payload_is_refused(payload, receiver, take):
+def test_a_changed_payload_is_refused(payload, receiver):
     payload.tensors[payload.modules[0] + ".lora_A.weight"][0, 0] += 1
-    unchanged(receiver, lambda: apply_lora(receiver, payload, take=take), CorruptPayloadError, "promised")
+    unchanged(receiver, lambda: apply_lora(receiver, payload), CorruptPayloadError, "promised")
 
 
 @pytest.mark.parametrize("at", [0, 7, 15])
@@ -197,8 +195,7 @@ def test_verify_names_what_is_wrong(payload):
             verify(payload, replace(counted, elements_equal=equal))
 
 
-@pytest.mark.parametrize("take", [False, True])
-def test_the_proof_is_read_from_the_module(payload, tools, monkeypatch, take):
+def test_the_proof_is_read_from_the_module(payload, tools, monkeypatch):
     """Whatever goes wrong between the payload and the module, the receipt is not a copy of the promise."""
     from lora_sync import bind
 
@@ -208,22 +205,19 @@ def test_the_proof_is_read_from_the_module(payload, tools, monkeypatch, take):
         return module
 
     def check(module, match):
-        unchanged(module, lambda: apply_lora(module, payload, take=take), CorruptPayloadError, match)
+        unchanged(module, lambda: apply_lora(module, payload), CorruptPayloadError, match)
 
     with monkeypatch.context() as patch:
         patch.setattr(bind, "_set_alphas", lambda *args: None)
         check(tools.adapted(targets=("to_q", "to_out.0"), alpha=1), "the module holds")
-    if not take:
-        with monkeypatch.context() as patch:
-            patch.setattr(bind, "copy_into", lambda target, source: None)
-            check(receiver(), "the module holds")
-            check(receiver(torch.bfloat16), "reads back different")
-    receipt = apply_lora(receiver(), payload, take=take)
+    with monkeypatch.context() as patch:
+        patch.setattr(bind, "copy_into", lambda target, source: None)
+        check(receiver(), "the module holds")
+        check(receiver(torch.bfloat16), "reads back different")
+    receipt = apply_lora(receiver(), payload)
     assert (receipt.hash, receipt.elements_equal) == (payload.hash, None)
-    receipt = verify(payload, apply_lora(receiver(torch.bfloat16), payload, take=take))
+    receipt = verify(payload, apply_lora(receiver(torch.bfloat16), payload))
     assert (receipt.hash, receipt.elements_equal) == (None, payload.numel)  # in bfloat16 it has another hash
-    with pytest.raises(CorruptPayloadError, match="proves nothing"):
-        verify(payload, apply_lora(receiver(), payload, take=take, prove=False))
 
 
 def test_the_base_is_compared_at_the_first_sync(payload, receiver, monkeypatch):

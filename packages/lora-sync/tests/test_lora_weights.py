@@ -9,16 +9,19 @@ import torch
 from lora_sync import (
     BindError,
     CorruptPayloadError,
+    PayloadError,
     StaleVersionError,
     base_weights,
     content_sum,
     load_named,
     load_weights,
-    merged_weights,
     stream_weights,
+    use_adapter,
     weights_complete,
 )
 from lora_sync import buckets as grouped
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
 
 
 def test_a_stream_makes_another_model_the_same(tools):
@@ -52,11 +55,39 @@ def test_buckets_are_bounded_and_made_on_demand(tools):
 
 def test_an_adapter_can_be_added_on_the_way(tools):
     source, target = tools.adapted(), tools.base()
+    before = {name: value.detach().clone() for name, value in source.named_parameters()}
     load_weights(target, stream_weights(source, version=1, merge_adapter="default", dtype=torch.float32))
-    sums = dict(merged_weights(source))
-    state = target.state_dict()
-    assert len(sums) == 48
-    assert all(torch.equal(state[name], value) for name, value in sums.items())
+    assert all(torch.equal(value, before[name]) for name, value in source.named_parameters())
+    plain = tools.base().state_dict()
+    assert sum(not torch.equal(value, plain[name]) for name, value in target.state_dict().items()) == 48
+    tiny = tools.tiny["qwen_image"]
+    pipes = [tiny.pipeline(module) for module in (source, target)]
+    for pipe in pipes:
+        pipe.set_progress_bar_config(disable=True)
+    torch.testing.assert_close(*map(tiny.picture, pipes), rtol=0, atol=1e-5)
+
+
+def test_an_adapter_on_a_convolution_is_added_too():
+    torch.manual_seed(0)
+    module, target = (nn.Sequential(nn.Conv2d(3, 6, 3, padding=1)) for _ in range(2))
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["0"], init_lora_weights=False), module)
+    load_named(target, base_weights(module, "default"))
+    x = torch.randn(1, 3, 8, 8)
+    torch.testing.assert_close(target(x), module(x), rtol=0, atol=1e-5)
+
+
+def test_layers_that_cannot_be_merged_are_refused(tools):
+    module = tools.adapted()
+    layer = next(m for m in module.modules() if hasattr(m, "lora_A"))
+    layer.merged_adapters.append("default")
+    with pytest.raises(BindError, match="merged by PEFT"):
+        dict(base_weights(module, "default"))
+    with pytest.raises(BindError, match="unmerge first"), use_adapter(module, "reference"):
+        pass
+    layer.merged_adapters.clear()
+    layer.fan_in_fan_out = True
+    with pytest.raises(PayloadError, match="fan_in_fan_out"):
+        dict(base_weights(module, "default"))
 
 
 def test_dtype_and_names_of_the_receiver(tools):

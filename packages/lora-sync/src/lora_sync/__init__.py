@@ -23,7 +23,6 @@ from .extract import extract_lora, stream_lora
 from .fingerprint import fingerprint
 from .load import load_any
 from .maps import get_map, guess_map
-from .merge import MergeReport, merge, merged_weights, unmerge
 from .names import NameMap
 from .payload import LoRAPayload
 from .receipt import LoRAReceipt, verify
@@ -48,7 +47,6 @@ __all__ = [
     "LoRAPayload",
     "LoRAReceipt",
     "LoRASyncError",
-    "MergeReport",
     "MissingExtraError",
     "NameMap",
     "NameMapError",
@@ -76,12 +74,9 @@ __all__ = [
     "load_any",
     "load_named",
     "load_weights",
-    "merge",
-    "merged_weights",
     "stream_lora",
     "stream_weights",
     "to_vllm",
-    "unmerge",
     "use_adapter",
     "verify",
     "weights_complete",

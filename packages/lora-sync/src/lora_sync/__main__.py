@@ -1,4 +1,4 @@
-"""Entry point of ``python -m lora_sync``."""
+"""Entry point of `python -m lora_sync`."""
 
 import sys
 

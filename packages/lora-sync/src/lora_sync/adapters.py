@@ -1,9 +1,9 @@
 """`LoRAAdapterMixin`: several named policies in one set of frozen weights.
 
-A trainer keeps the adapter that learns (``default``), a slower copy of it (``old``), and now and then needs the model
-with no adapter at all. That last state is called ``"reference"``; it is not an adapter and has no tensors.
+A trainer keeps the adapter that learns (`default`), a slower copy of it (`old`), and now and then needs the model
+with no adapter at all. That last state is called `"reference"`; it is not an adapter and has no tensors.
 
-Switching writes PEFT's active list and its off switch directly. PEFT's own ``set_adapter`` would also turn the gradients
+Switching writes PEFT's active list and its off switch directly. PEFT's own `set_adapter` would also turn the gradients
 of the other adapters off, which FSDP2 must not see change between forward and backward. All tensor work is elementwise
 on each rank's own shard, so it is exact under FSDP2 and needs no communication.
 """
@@ -31,21 +31,21 @@ from .layers import (
 
 
 class LoRAAdapterMixin:
-    """Mix into a class with ``self.module``: a model with PEFT LoRA layers, plain or under ``fully_shard``."""
+    """Mix into a class with `self.module`: a model with PEFT LoRA layers, plain or under `fully_shard`."""
 
     module: nn.Module
 
     def copy_adapter(self, source: str = "default", target: str = "old") -> None:
-        """Make ``target`` bitwise equal to ``source``, alpha included. Both exist, with the same ranks."""
+        """Make `target` bitwise equal to `source`, alpha included. Both exist, with the same ranks."""
         copy_adapter(self.module, source, target)
 
     def ema_update_adapter(self, source: str = "default", target: str = "old", decay: float = 0.0) -> None:
-        """target ← decay · target + (1 − decay) · source, in float32. ``decay=0`` copies, ``decay=1`` does nothing."""
+        """target ← decay · target + (1 − decay) · source, in float32. `decay=0` copies, `decay=1` does nothing."""
         ema_update_adapter(self.module, source, target, decay)
 
     @contextmanager
     def use_adapter(self, name: str) -> Iterator[None]:
-        """Run with one adapter, or with none for ``"reference"``; the state before comes back, also after an error."""
+        """Run with one adapter, or with none for `"reference"`; the state before comes back, also after an error."""
         with use_adapter(self.module, name):
             yield
 
@@ -109,7 +109,7 @@ def use_adapter(module: nn.Module, name: str) -> Iterator[None]:
 
 
 def active_adapter(module: nn.Module) -> str:
-    """Name of the adapter in use, ``"reference"`` when all are off. Raises when several are active together."""
+    """Name of the adapter in use, `"reference"` when all are off. Raises when several are active together."""
     states = {
         REFERENCE if layer._disable_adapters else ",".join(layer.active_adapters) for _, layer in lora_layers(module)
     }

@@ -1,7 +1,6 @@
 """Put a payload into a module, whole or not at all, and say what was done.
 
-Everything that can be wrong is found before the first write. The writes themselves keep an undo log, or, with
-``take=True``, are pointer swaps that need no copy and cannot fail halfway.
+What can be wrong is found before the first write. The old values are kept until what was written has been read back and proven.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .checksum import content_hash, tensor_digest
 from .errors import BindError, CorruptPayloadError, MissingExtraError, StaleVersionError
 from .fingerprint import check_base
 from .layers import (
@@ -28,36 +28,27 @@ from .layers import (
     neutral_name,
     reshard,
 )
-from .payload import A, B, LoRAPayload, content_hash, tensor_digest
+from .payload import A, B, LoRAPayload
 from .receipt import LoRAReceipt
 
 _RECORD = "_lora_sync_applied"
-Proof = tuple[str | None, int | None]
-"""Hash of what the module holds, number of equal elements: one of them."""
 
 
 def apply_lora(
-    module: nn.Module,
-    payload: LoRAPayload,
-    adapter_name: str = "default",
-    *,
-    take: bool = False,
-    prove: bool = True,
-    allow_older: bool = False,
+    module: nn.Module, payload: LoRAPayload, adapter_name: str = "default", *, allow_older: bool = False
 ) -> LoRAReceipt:
     """Bind the payload to an adapter of the module; add the adapter when it is not there (needs peft).
 
+    Afterwards the module is read: its hash goes into the receipt, or, where it holds the adapter in another dtype, the
+    number of elements that equal the sent ones.
+
     Args:
-        take: give the payload's memory to the module instead of copying: no undo log, and the payload must not be used
-            for anything else. Unsharded modules only. Default: copy, with the old values kept until all is bound.
-        prove: hash what the module holds afterwards (in another dtype: compare element by element), for the receipt. False
-            trusts the memory, for callers whose transport just checked the hash; `verify` refuses such a receipt.
         allow_older: accept a version that is not newer than the one in place (after a restart of the trainer).
 
-    The base is compared with the payload's ``base_fingerprint`` when an adapter is bound for the first time.
+    The base is compared with the payload's `base_fingerprint` when an adapter is bound for the first time.
 
-    Raises ``BindError`` (names, shapes), ``StaleVersionError``, ``WrongBaseError``, ``CorruptPayloadError``, and
-    ``PayloadError`` for a weight that is NaN; the module is then as it was before. Under FSDP2 every rank calls it with the
+    Raises `BindError` (names, shapes), `StaleVersionError`, `WrongBaseError`, `CorruptPayloadError`, and
+    `PayloadError` for a weight that is NaN; the module is then as it was before. Under FSDP2 every rank calls it with the
     full payload; the receipt speaks of full tensors.
     """
     if adapter_name == REFERENCE:
@@ -75,7 +66,7 @@ def apply_lora(
     try:
         targets = adapter_parameters(module, adapter_name)
         _check_fit(targets, payload, adapter_name)
-        proof = (_take if take else _copy)(module, targets, payload, adapter_name, prove)
+        proof = _write(module, targets, payload, adapter_name)
     except BaseException:
         if added:
             _remove(module, adapter_name)
@@ -119,47 +110,34 @@ def _check_fit(targets: dict[str, nn.Parameter], payload: LoRAPayload, adapter_n
         )
 
 
-def _copy(
-    module: nn.Module, targets: dict[str, nn.Parameter], payload: LoRAPayload, adapter_name: str, prove: bool
-) -> Proof:
+def _write(
+    module: nn.Module, targets: dict[str, nn.Parameter], payload: LoRAPayload, adapter_name: str
+) -> tuple[str | None, int | None]:
+    """Copy the payload in and prove it; after any error the old values are back."""
     undo: list[tuple[Tensor, Tensor]] = []
-    alphas = _alphas(module, adapter_name)
+    layers = layers_of(module, adapter_name)
+    alphas = {name: (layer.lora_alpha[adapter_name], layer.scaling[adapter_name]) for name, layer in layers.items()}
     try:
         for name, target in targets.items():
             undo.append((local(target), local(target).clone()))
             copy_into(target, payload.tensors[name])
-        _set_alphas(module, adapter_name, {name: payload.alpha_of(name) for name in payload.modules})
-        return _prove(module, targets, payload, adapter_name) if prove else (None, None)
+        _set_alphas(layers, adapter_name, {name: (a, a / payload.rank_of(name)) for name, a in payload.alphas.items()})
+        return _prove(layers, targets, payload, adapter_name)
     except BaseException:
         with torch.no_grad():
             for live, old in undo:
                 live.copy_(old)
-        _set_alphas(module, adapter_name, alphas)
+        _set_alphas(layers, adapter_name, alphas)
         raise
 
 
-def _take(
-    module: nn.Module, targets: dict[str, nn.Parameter], payload: LoRAPayload, adapter_name: str, prove: bool
-) -> Proof:
-    if any(is_sharded(target) for target in targets.values()):
-        raise BindError("take=True cannot give memory to a sharded module; leave it out to copy each rank's part.")
-    staged = {name: payload.tensors[name].to(target.device, target.dtype) for name, target in targets.items()}
-    old, alphas = {name: target.data for name, target in targets.items()}, _alphas(module, adapter_name)
-    try:
-        for name, target in targets.items():
-            target.data = staged[name]
-        _set_alphas(module, adapter_name, {name: payload.alpha_of(name) for name in payload.modules})
-        return _prove(module, targets, payload, adapter_name) if prove else (None, None)
-    except BaseException:
-        for name, target in targets.items():
-            target.data = old[name]
-        _set_alphas(module, adapter_name, alphas)
-        raise
+def _prove(
+    layers: dict[str, Any], targets: dict[str, nn.Parameter], payload: LoRAPayload, adapter_name: str
+) -> tuple[str | None, int | None]:
+    """Read the module: its hash, or, in another dtype, the number of elements that equal the payload's; the other is None.
 
-
-def _prove(module: nn.Module, targets: dict[str, nn.Parameter], payload: LoRAPayload, adapter_name: str) -> Proof:
-    """Read the module: its hash; or, in another dtype, the number of elements that equal the payload's. A collective for
-    sharded modules. Raises ``CorruptPayloadError`` when the module does not hold what was sent."""
+    A collective for sharded modules. Raises `CorruptPayloadError` when the module does not hold what was sent.
+    """
     if any(target.dtype != payload.tensors[name].dtype for name, target in targets.items()):
         payload.check()
         for name, target in targets.items():
@@ -171,7 +149,7 @@ def _prove(module: nn.Module, targets: dict[str, nn.Parameter], payload: LoRAPay
         return None, sum(target.numel() for target in targets.values())
     cut = any(is_sharded(target) for target in targets.values())
     digests = {name: tensor_digest(full(target)) for name, target in targets.items()} if cut else None
-    alphas = {name: layer_alpha(layer, adapter_name) for name, layer in layers_of(module, adapter_name).items()}
+    alphas = {name: layer_alpha(layer, adapter_name) for name, layer in layers.items()}
     found = content_hash(targets, alphas, digests)
     if found != payload.hash:
         raise CorruptPayloadError(
@@ -181,16 +159,9 @@ def _prove(module: nn.Module, targets: dict[str, nn.Parameter], payload: LoRAPay
     return found, None
 
 
-def _alphas(module: nn.Module, adapter_name: str) -> dict[str, tuple[Any, Any]]:
-    layers = layers_of(module, adapter_name)
-    return {name: (layer.lora_alpha[adapter_name], layer.scaling[adapter_name]) for name, layer in layers.items()}
-
-
-def _set_alphas(module: nn.Module, adapter_name: str, alphas: dict[str, Any]) -> None:
-    for name, layer in layers_of(module, adapter_name).items():
-        value = alphas[name]
-        alpha, scaling = value if isinstance(value, tuple) else (value, value / int(layer.r[adapter_name]))
-        layer.lora_alpha[adapter_name], layer.scaling[adapter_name] = alpha, scaling
+def _set_alphas(layers: dict[str, Any], adapter_name: str, alphas: dict[str, tuple[Any, Any]]) -> None:
+    for name, layer in layers.items():
+        layer.lora_alpha[adapter_name], layer.scaling[adapter_name] = alphas[name]
 
 
 def _inject(module: nn.Module, payload: LoRAPayload, adapter_name: str) -> None:

@@ -1,20 +1,51 @@
-"""A checksum of full weights that does not depend on how a receiver lays them out."""
+"""Hashes of tensors: one over names, shapes and bytes, and one of full weights that does not depend on their layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
+from .host import host_pieces
 from .layers import base_parameters, full
 
+_PARALLEL_BYTES = 32 << 20
 _PART = 1 << 24
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
+def tensor_digest(tensor: Tensor) -> str:
+    """XXH3-128 (https://xxhash.com) of the tensor's bytes, 32 hex digits."""
+    hasher = xxhash.xxh3_128()
+    for piece in host_pieces(tensor):
+        hasher.update(piece)
+    return hasher.hexdigest()
+
+
+def content_hash(
+    tensors: Mapping[str, Tensor], alphas: Mapping[str, float], digests: Mapping[str, str] | None = None
+) -> str:
+    """`"xxh3:<32 hex>"` of names, dtypes, shapes, bytes and alphas; `digests` are those of the tensors, where they are known.
+
+    Large adapters are hashed on several threads.
+    """
+    names = sorted(tensors)
+    if digests is None:
+        threads = min(4, os.cpu_count() or 1) if sum(t.nbytes for t in tensors.values()) >= _PARALLEL_BYTES else 1
+        with ThreadPoolExecutor(threads) as pool:  # xxhash lets the interpreter lock go
+            digests = dict(zip(names, pool.map(lambda name: tensor_digest(tensors[name]), names), strict=True))
+    rows = [[name, str(tensors[name].dtype), list(tensors[name].shape), digests[name]] for name in names]
+    text = json.dumps([rows, sorted((name, float(alpha)) for name, alpha in alphas.items())], separators=(",", ":"))
+    return "xxh3:" + xxhash.xxh3_128_hexdigest(text.encode())
+
+
 def content_sum(tensors: Iterable[Tensor]) -> str:
-    """Checksum of all elements that does not depend on how they are laid out: "<count>:<16 hex digits>".
+    """Checksum of all elements that does not depend on how they are laid out: `"<count>:<16 hex digits>"`.
 
     A sampler may fuse three projections into one tensor; the elements stay the same, and so does this sum. Each element's
     bits go through a 64-bit mixer (the finaliser of splitmix64) and the results are added modulo 2^64, so a changed,

@@ -1,6 +1,6 @@
-"""``python -m lora_sync inspect | convert | diff``: look at adapters from the command line.
+"""`python -m lora_sync inspect | convert | diff`: look at adapters from the command line.
 
-Exit codes as in ``diff``: 0 fine or equal, 1 different, 2 an error (one line on stderr).
+Exit codes as in `diff`: 0 fine or equal, 1 different, 2 an error (one line on stderr).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write ComfyUI's layout: its own layer names, fused projections, ``lora_down``/``lora_up``/``alpha``."""
+"""Write ComfyUI's layout: its own layer names, fused projections, `lora_down`/`lora_up`/`alpha`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folded(payload: LoRAPayload, architecture: str) -> LoRAPayload:
 
 
 def to_comfy(payload: LoRAPayload, architecture: str) -> dict[str, Tensor]:
-    """Tensors under ComfyUI's keys. Raises ``NameMapError`` (no rule) and ``ExportError`` (slices that do not fuse)."""
+    """Tensors under ComfyUI's keys. Raises `NameMapError` (no rule) and `ExportError` (slices that do not fuse)."""
     names, payload = get_map(architecture), folded(payload, architecture)
     fused: dict[str, tuple[Part, dict[int, Piece]]] = {}
     out: dict[str, Tensor] = {}

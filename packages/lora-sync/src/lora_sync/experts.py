@@ -1,6 +1,6 @@
 """Models made of two transformers, such as Wan2.2's high- and low-noise experts, trained as one module.
 
-Their layer names start with ``transformer.`` or ``transformer_2.``. Other tools keep one LoRA per expert, so an adapter is
+Their layer names start with `transformer.` or `transformer_2.`. Other tools keep one LoRA per expert, so an adapter is
 split on its way out and joined on its way in.
 """
 
@@ -20,7 +20,7 @@ def expert_of(module: str) -> tuple[str, str]:
 
 
 def split_experts(payload: LoRAPayload) -> dict[str, LoRAPayload]:
-    """One payload per expert, names without prefix and without fingerprint, which is of both; ``{"": payload}`` for models of
+    """One payload per expert, names without prefix and without fingerprint, which is of both; `{"": payload}` for models of
     one transformer."""
     groups: dict[str, list[str]] = {}
     for module in payload.modules:

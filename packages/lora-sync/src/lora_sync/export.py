@@ -1,10 +1,10 @@
 """Write an adapter for other tools, read it back (`lora_sync.load`), and compare, in one call.
 
-- ``"diffusers"``: a folder that ``pipeline.load_lora_weights(folder)`` loads. Alpha goes into the metadata that diffusers
-  itself writes and reads, so no value changes. Wan2.2's second expert gets the subfolder ``transformer_2``, for
-  ``pipeline.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)``.
-- ``"peft"``: a folder for ``PeftModel.from_pretrained``, vLLM and vLLM-Omni (``adapter_config.json`` beside the tensors).
-- ``"comfy"``: one file in ComfyUI's names (``lora_down``/``lora_up``/``alpha``); see `lora_sync.comfy`.
+- `"diffusers"`: a folder that `pipeline.load_lora_weights(folder)` loads. Alpha goes into the metadata that diffusers
+  itself writes and reads, so no value changes. Wan2.2's second expert gets the subfolder `transformer_2`, for
+  `pipeline.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)`.
+- `"peft"`: a folder for `PeftModel.from_pretrained`, vLLM and vLLM-Omni (`adapter_config.json` beside the tensors).
+- `"comfy"`: one file in ComfyUI's names (`lora_down`/`lora_up`/`alpha`); see `lora_sync.comfy`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from .codec import encode_plan, seal
+from .codec import seal, write_file
 from .comfy import folded, to_comfy
 from .errors import ExportError
 from .experts import EXPERTS, split_experts
 from .load import DIFFUSERS_FILE, PEFT_CONFIG, PEFT_FILE, PREFIXES, load_any
-from .payload import LoRAPayload, write_atomically
+from .payload import LoRAPayload
 
 FORMATS = ("diffusers", "peft", "comfy")
 _DIFFUSERS_META = "lora_adapter_metadata"
@@ -36,14 +36,14 @@ def export(
     architecture: str = "qwen_image",
     verify: bool = True,
 ) -> Path:
-    """Write ``payload`` and return the weight file's path.
+    """Write `payload` and return the weight file's path.
 
     Args:
-        format: ``"diffusers"`` and ``"peft"`` take a folder, ``"comfy"`` a file name (``.safetensors`` is added).
-        architecture: name map for ``"comfy"``; the other formats keep the neutral names.
+        format: `"diffusers"` and `"peft"` take a folder, `"comfy"` a file name (`.safetensors` is added).
+        architecture: name map for `"comfy"`; the other formats keep the neutral names.
         verify: read the file back, and compare names, shapes, dtypes, bytes and alphas.
 
-    Raises ``ExportError`` when what was read is not what was given, ``NameMapError`` for layers without a rule.
+    Raises `ExportError` when what was read is not what was given, `NameMapError` for layers without a rule.
     """
     target = Path(path)
     experts = split_experts(payload)
@@ -69,7 +69,7 @@ def export(
     file.parent.mkdir(parents=True, exist_ok=True)
     if format == "peft":
         (target / PEFT_CONFIG).write_text(json.dumps(_peft_config(payload), indent=2, sort_keys=True) + "\n")
-    write_atomically(file, encode_plan(tensors, metadata), tensors)
+    write_file(file, tensors, metadata)
     if verify:
         _compare(expected, load_any(file if format == "comfy" else target, architecture=architecture)[0], file)
     return file
@@ -78,7 +78,7 @@ def export(
 def _export_experts(
     experts: Mapping[str, LoRAPayload], format: str, target: Path, architecture: str, verify: bool
 ) -> Path:
-    """One LoRA per expert: ``transformer_2`` into a subfolder (diffusers) or a second file (ComfyUI)."""
+    """One LoRA per expert: `transformer_2` into a subfolder (diffusers) or a second file (ComfyUI)."""
     files = []
     for expert, part in experts.items():
         second = expert == EXPERTS[1]

@@ -17,7 +17,7 @@ def stream_lora(module: nn.Module, adapter_name: str = "default", *, copy: bool 
     """(neutral name, full tensor) of the adapter, in module order, holding one tensor at a time.
 
     Under FSDP2 every step is a collective over the parameter's mesh: all ranks iterate, to the end. dtype and device
-    stay as they are in the module. ``copy=False`` hands out the live tensors where nothing had to be gathered: no
+    stay as they are in the module. `copy=False` hands out the live tensors where nothing had to be gathered: no
     memory is used, and the next optimizer step changes them.
     """
     yield from _stream(module, layers_of(module, adapter_name), adapter_name, copy)
@@ -44,14 +44,14 @@ def extract_lora(
     """Snapshot an adapter as a `LoRAPayload`.
 
     Args:
-        module: a model with PEFT LoRA layers (``add_adapter``, ``inject_adapter_in_model`` or a ``PeftModel``).
+        module: a model with PEFT LoRA layers (`add_adapter`, `inject_adapter_in_model` or a `PeftModel`).
         version: larger than at the last sync of this adapter.
         base_fingerprint: of the frozen weights, when receivers should check it; see `lora_sync.fingerprint`.
         copy: False shares memory with the module: cheaper, and stale (a hash error) after the next optimizer step.
-        device: ``"cpu"`` brings an adapter from a GPU to the host first, in one go, and hashes it there: for receivers in
+        device: `"cpu"` brings an adapter from a GPU to the host first, in one go, and hashes it there: for receivers in
             other processes. None leaves it where it is.
 
-    Raises ``AdapterError`` (no such adapter) and ``PayloadError`` (DoRA, LoRA biases, embeddings). Under FSDP2 all
+    Raises `AdapterError` (no such adapter) and `PayloadError` (DoRA, LoRA biases, embeddings). Under FSDP2 all
     ranks call it and all get the payload.
     """
     if device not in (None, "cpu"):

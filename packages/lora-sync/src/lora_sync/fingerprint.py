@@ -14,15 +14,15 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from .codec import byte_view
 from .errors import WrongBaseError
+from .host import byte_view
 from .layers import base_parameters, is_sharded, local, local_slices, reshard
 
 SAMPLES = 16
 
 
 def fingerprint(module: nn.Module) -> str:
-    """``"base:<32 hex>"``; equal before and after adapters are added, and across dtypes of one checkpoint.
+    """`"base:<32 hex>"`; equal before and after adapters are added, and across dtypes of one checkpoint.
 
     Under FSDP2 this is a collective: every rank calls it.
     """
@@ -38,12 +38,12 @@ def fingerprint(module: nn.Module) -> str:
             dist.all_reduce(values, group=sharded.device_mesh.get_group(dim))  # type: ignore[attr-defined]
     shapes = json.dumps([[name, list(parameters[name].shape)] for name in names])
     digest = xxhash.xxh3_128(shapes.encode())
-    digest.update(byte_view(values.cpu().to(torch.bfloat16).view(torch.uint8)))
+    digest.update(byte_view(values.cpu().to(torch.bfloat16)))
     return "base:" + digest.hexdigest()
 
 
 def check_base(module: nn.Module, expected: str | None) -> None:
-    """Raise ``WrongBaseError`` unless the module's `fingerprint` is the expected one; None expects nothing."""
+    """Raise `WrongBaseError` unless the module's `fingerprint` is the expected one; None expects nothing."""
     if expected is not None and (found := fingerprint(module)) != expected:
         raise WrongBaseError(
             f"the adapter was trained on {expected}, this {type(module).__name__} is {found}. Load the base checkpoint that "

@@ -26,7 +26,7 @@ _MAGIC = (
 
 
 def what_is(head: bytes, size: int) -> str | None:
-    """What the first bytes of a file of ``size`` bytes show and what to do; None when it may be safetensors."""
+    """What the first bytes of a file of `size` bytes show and what to do; None when it may be safetensors."""
     if not size:
         return f"empty (0 bytes); {_COPY} again"
     if size <= 8 or head[8:9] == b"{":  # eight bytes of length, then a JSON header

@@ -25,7 +25,7 @@ class Piece:
 
 
 def fuse(layer: str, widths: tuple[int, ...], pieces: Mapping[int, Piece]) -> Piece:
-    """One layer from its slices (by index); a slice that was not adapted stays zero. Raises ``ExportError``."""
+    """One layer from its slices (by index); a slice that was not adapted stays zero. Raises `ExportError`."""
     first = next(iter(pieces.values()))
     rank, count = first.down.shape[0], len(widths)
     if any(p.down.shape[0] != rank or p.alpha != first.alpha for p in pieces.values()):

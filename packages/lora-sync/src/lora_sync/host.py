@@ -1,18 +1,50 @@
-"""Adapters on the host: copies off a GPU that overlap, and payloads that cross processes without being written twice."""
+"""The bytes of tensors on the host: views without a copy, and copies off a GPU that overlap."""
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .codec import as_buffer, byte_view
+_PIECE, _BLOCK, _ALIGN = 8 << 20, 64 << 20, 64
 
-_BLOCK = 64 << 20
-_ALIGN = 64
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's bytes as flat uint8 on its own device; a view where it is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The memory of a CPU tensor."""
+    array: Any = flat_bytes(tensor).numpy()
+    return memoryview(array)
+
+
+def as_tensor(data: Any) -> Tensor:
+    """A flat uint8 tensor over bytes, memoryview, numpy array or mmap; no copy."""
+    with (
+        warnings.catch_warnings()
+    ):  # read-only memory (Ray's store) is fine here: nobody writes into a message's tensors
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+
+
+def host_pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes in order, a few megabytes at a time.
+
+    From a GPU they come through one page-locked buffer, at the bus's speed; the next piece overwrites the last.
+    """
+    flat = flat_bytes(tensor)
+    if flat.device.type == "cpu":
+        yield from (byte_view(piece) for piece in flat.split(_PIECE) if len(piece))
+        return
+    host = torch.empty(min(_PIECE, flat.numel()), dtype=torch.uint8, pin_memory=flat.device.type == "cuda")
+    for piece in flat.split(_PIECE):
+        yield byte_view(host[: piece.numel()].copy_(piece))
 
 
 def on_host(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -29,7 +61,7 @@ def on_host(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         if tensor.device.type == "cpu":
             out[name] = tensor
             continue
-        size, cuda = tensor.numel() * tensor.element_size(), tensor.device.type == "cuda"
+        size, cuda = tensor.nbytes, tensor.device.type == "cuda"
         if place + size > block.numel():
             block, place = torch.empty(max(_BLOCK, size), dtype=torch.uint8, pin_memory=cuda), 0
         target = block[place : place + size].view(tensor.dtype).reshape(tensor.shape)
@@ -39,24 +71,3 @@ def on_host(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
     return out
-
-
-def out_of_band(tensors: Mapping[str, Tensor]) -> list[tuple[str, str, tuple[int, ...], Any]]:
-    """(name, dtype, shape, bytes) per tensor, for pickle protocol 5: Ray and others move the bytes without copying them
-    into the pickle, straight from these tensors."""
-    return [
-        (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _buffer(tensor))
-        for name, tensor in on_host(tensors.items()).items()
-    ]
-
-
-def _buffer(tensor: Tensor) -> Any:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return pickle.PickleBuffer(byte_view(flat.view(torch.uint8))) if flat.numel() else b""
-
-
-def from_buffers(parts: Iterable[tuple[str, str, tuple[int, ...], Any]]) -> Iterator[tuple[str, Tensor]]:
-    """Inverse of `out_of_band`: tensors over the received memory, which may be read-only (Ray's store is)."""
-    for name, dtype, shape, data in parts:
-        kind, memory = getattr(torch, dtype), memoryview(data)
-        yield name, as_buffer(memory).view(kind).reshape(shape) if memory.nbytes else torch.empty(shape, dtype=kind)

@@ -1,7 +1,7 @@
 """The keys of a LoRA file, whichever tool wrote it: which layer, which side, and what is no plain LoRA.
 
 Prefixes come off in any order and number: PEFT's, diffusers', ComfyUI's, kohya's, LyCORIS's, and those of torch.compile, DDP
-and FSDP. ``transformer_2.`` stays, the second expert of Wan2.2; beside it ``transformer.`` stays too.
+and FSDP. `transformer_2.` stays, the second expert of Wan2.2; beside it `transformer.` stays too.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Layer:
 def layers_of_file(tensors: Mapping[str, Tensor], origin: str) -> list[Layer]:
     """Every layer with its A, B and, where the file holds one, alpha tensor.
 
-    Raises ``NameMapError`` for keys that are no plain LoRA's, naming their kind, and ``PayloadError`` for half a pair.
+    Raises `NameMapError` for keys that are no plain LoRA's, naming their kind, and `PayloadError` for half a pair.
     """
     layers: dict[str, Layer] = {}
     adapters: set[str] = set()

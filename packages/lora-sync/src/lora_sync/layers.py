@@ -1,8 +1,8 @@
 """Find the LoRA layers of a module without importing PEFT, and speak of them in one neutral naming.
 
 PEFT, torch.compile, DDP, FSDP1 and activation checkpointing each add their own segments to module names. The neutral
-name of a layer is the one it has in the bare model: ``transformer_blocks.0.attn.to_q``. A tensor of the adapter is
-``<layer>.lora_A.weight`` ([r, in]) or ``<layer>.lora_B.weight`` ([out, r]); the adapter's own name never appears.
+name of a layer is the one it has in the bare model: `transformer_blocks.0.attn.to_q`. A tensor of the adapter is
+`<layer>.lora_A.weight` ([r, in]) or `<layer>.lora_B.weight` ([out, r]); the adapter's own name never appears.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def neutral_name(name: str) -> str:
-    """``base_model.model._orig_mod.blocks.0.to_q`` → ``blocks.0.to_q``."""
+    """`base_model.model._orig_mod.blocks.0.to_q` → `blocks.0.to_q`."""
     bare = ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)
     return bare.removeprefix(_PEFT_PREFIX)
 
 
 def base_name(name: str) -> str:
-    """The name of a base parameter in the bare model, without ``base_layer``: ``blocks.0.to_q.weight``."""
+    """The name of a base parameter in the bare model, without `base_layer`: `blocks.0.to_q.weight`."""
     return ".".join(part for part in neutral_name(name).split(".") if part != "base_layer")
 
 
@@ -41,12 +41,12 @@ def base_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def is_lora_layer(module: nn.Module) -> bool:
-    """True for a PEFT LoRA layer: it keeps dictionaries ``lora_A``/``lora_B``/``scaling`` keyed by adapter name."""
+    """True for a PEFT LoRA layer: it keeps dictionaries `lora_A`/`lora_B`/`scaling` keyed by adapter name."""
     return isinstance(module._modules.get("lora_A"), nn.ModuleDict) and hasattr(module, "scaling")
 
 
 def outer_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """(name, module, whether it is a LoRA layer) in the order of ``named_modules``, without what lies inside LoRA layers:
+    """(name, module, whether it is a LoRA layer) in the order of `named_modules`, without what lies inside LoRA layers:
     two thirds of an adapted transformer's modules do, and a large one has ten thousand."""
     seen: set[int] = set()
     waiting: list[tuple[str, nn.Module]] = [("", module)]
@@ -78,7 +78,7 @@ def adapter_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def layers_of(module: nn.Module, adapter_name: str) -> dict[str, Any]:
-    """Layers that carry the adapter. Raises ``AdapterError`` when there are none, and for ``"reference"``."""
+    """Layers that carry the adapter. Raises `AdapterError` when there are none, and for `"reference"`."""
     if adapter_name == REFERENCE:
         raise AdapterError(
             f"{REFERENCE!r} is the state with every adapter off, not an adapter: it has no tensors to read or write. "
@@ -112,7 +112,7 @@ def check_plain_lora(name: str, layer: Any, adapter_name: str) -> None:
 
 
 def layer_alpha(layer: Any, adapter_name: str) -> float:
-    """Alpha such that the layer adds (alpha / r) · B·A. Covers rsLoRA and ``set_scale``, which change only ``scaling``."""
+    """Alpha such that the layer adds (alpha / r) · B·A. Covers rsLoRA and `set_scale`, which change only `scaling`."""
     rank = int(layer.r[adapter_name])
     alpha, scaling = float(layer.lora_alpha[adapter_name]), float(layer.scaling[adapter_name])
     return alpha if alpha / rank == scaling else scaling * rank

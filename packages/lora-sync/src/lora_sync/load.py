@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
-from .codec import META_KEY, decode, unseal
+from .codec import META_KEY, read_file, unseal
 from .errors import CorruptPayloadError, NameMapError, PayloadError
 from .experts import EXPERTS, join_experts
 from .fuse import Piece, split
@@ -38,19 +38,19 @@ def load_any(
     strict: bool = False,
     skip_text_encoder: bool = False,
 ) -> tuple[LoRAPayload, str]:
-    """Read an adapter in any format; returns it with the format's name: one of `FORMATS` or ``"payload"``.
+    """Read an adapter in any format; returns it with the format's name: one of `FORMATS` or `"payload"`.
 
     Args:
         path: file or folder.
-        architecture: the model that it must be for; None takes the map that knows every layer; ``"any"`` keeps the names of
+        architecture: the model that it must be for; None takes the map that knows every layer; `"any"` keeps the names of
             a model without a map.
         alpha: alpha of every layer, instead of what the file says.
         strict: refuse a file that does not say its alpha. Default: a warning, and alpha = rank (scale 1), which is what
             diffusers and ComfyUI take.
         skip_text_encoder: leave out a text encoder's LoRA. Default: an error that names it.
 
-    Files of other tools carry no version or fingerprint: version 0, None. Raises ``PayloadError`` for what is no plain LoRA
-    or holds a value that is not finite, and ``NameMapError`` for keys and layers that no rule knows.
+    Files of other tools carry no version or fingerprint: version 0, None. Raises `PayloadError` for what is no plain LoRA
+    or holds a value that is not finite, and `NameMapError` for keys and layers that no rule knows.
     """
     source = Path(path)
     options: dict[str, Any] = {"alpha": alpha, "strict": strict, "skip_text_encoder": skip_text_encoder}
@@ -60,10 +60,10 @@ def load_any(
         parts = {name: load_any(file, architecture=architecture, **options)[0] for name, file in present.items()}
         return join_experts(parts), "diffusers"
     file, config = _find(source)
-    tensors, metadata = decode(bytearray(file.read_bytes()), str(file))
-    note = unseal(metadata, str(file)) if META_KEY in metadata else {}
+    tensors, metadata = read_file(file)
+    note = unseal(metadata, file) if META_KEY in metadata else {}
     if note.get("kind") == "lora":
-        payload, format = LoRAPayload.from_parts(tensors, note, origin=str(file)), "payload"
+        payload, format = cast(LoRAPayload, LoRAPayload.restore(tensors, note, str(file))), "payload"
         if alpha is not None:
             payload = LoRAPayload.build(tensors, alphas=number(alpha, "alpha"), version=payload.version)
     else:
@@ -183,7 +183,7 @@ def _format_of(tensors: Mapping[str, Tensor], config: Path | None) -> str:
 
 
 def _map_for(layers: list[Layer], architecture: str | None, file: str) -> NameMap | None:
-    """The map whose rules know every layer. Raises ``NameMapError``, with the architecture that the layers give away."""
+    """The map whose rules know every layer. Raises `NameMapError`, with the architecture that the layers give away."""
     if architecture == ANY:
         if flat := [layer.raw for layer in layers if layer.flat]:
             raise NameMapError(f"{file}: {flat[0]!r} has underscores for dots, which only a name map can read.")
@@ -221,7 +221,7 @@ def _unknown(layers: list[Layer]) -> dict[str, list[str]]:
 
 
 def _shorter(names: list[str]) -> Iterator[list[str]]:
-    """The names without the first words that all share: what a program called its model, such as ``policy.`` or ``model.``."""
+    """The names without the first words that all share: what a program called its model, such as `policy.` or `model.`."""
     while len({name.partition(".")[0] for name in names}) == 1 and names[0].partition(".")[0].isidentifier():
         names = [name.partition(".")[2] for name in names]
         if not all(names):

@@ -1,191 +1,145 @@
-"""Messages as a stream of pieces: what the transports move, hashed while it moves.
-
-A message is tensors plus metadata. On the way out, `Outgoing` walks the encoded bytes without building them; on the way
-in, `Incoming` fills one staging buffer and hashes each piece while it is still in the cache. Staging buffers come from a
-pool and return to it when the last tensor made from them dies: fresh memory costs more to touch than to copy into.
-"""
+"""`Message`: named tensors with metadata and a content hash, in the forms in which they travel."""
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+import json
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any, ClassVar, NamedTuple, Self
 
-import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
-from .codec import Plan, as_buffer, encode_plan, host_pieces, parse_header, seal, unseal, views
-from .errors import CorruptPayloadError, TruncatedPayloadError
-from .payload import LoRAPayload
+from .checksum import content_hash
+from .errors import CorruptPayloadError, PayloadError
+from .host import as_tensor, byte_view, on_host
+
+_SCHEMA = 1
 
 
-class Message(Protocol):
-    """Tensors and JSON-ready metadata whose ``kind`` says how to put them together again."""
+class Spec(NamedTuple):
+    """One tensor of a message: name, dtype and shape."""
 
-    @property
-    def tensors(self) -> Mapping[str, Tensor]: ...
-
-    @property
-    def version(self) -> int: ...
-
-    def metadata(self) -> dict[str, Any]: ...
-
-
-def restore(
-    tensors: Mapping[str, Tensor],
-    meta: Mapping[str, Any],
-    *,
-    check: bool,
-    digests: Mapping[str, str] | None = None,
-    origin: str = "message",
-) -> Message:
-    """Metadata and tensors back to the object that was sent."""
-    if meta.get("kind") == "weights":
-        from .weights import WeightBucket
-
-        return WeightBucket.from_parts(tensors, meta, check=check, digests=digests, origin=origin)
-    return LoRAPayload.from_parts(tensors, meta, check=check, digests=digests, origin=origin)
-
-
-def encode(message: Message) -> Plan:
-    """Where every byte of the message goes."""
-    return encode_plan(message.tensors, seal(message.metadata()))
-
-
-class BufferPool:
-    """Keeps a few large host buffers and hands each out again once nobody looks at it."""
-
-    def __init__(self, keep: int = 2) -> None:
-        self._keep, self._free, self._lock = keep, list[np.ndarray[Any, np.dtype[np.uint8]]](), threading.Lock()
-
-    def take(self, size: int) -> Tensor:
-        """A uint8 tensor of ``size`` bytes with undefined content."""
-        with self._lock:
-            fits = [i for i, array in enumerate(self._free) if size <= array.size <= 2 * size + 4096]
-            array = self._free.pop(fits[0]) if fits else np.empty(max(size, 1), dtype=np.uint8)
-        window = array[:size] if size else array[:0]
-        if size:  # torch keeps `window` alive exactly as long as any tensor that views it
-            weakref.finalize(window, self._give_back, array).atexit = False
-        return as_buffer(window)
-
-    def _give_back(self, array: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        with self._lock:
-            if len(self._free) < self._keep:
-                self._free.append(array)
-
-
-class Outgoing:
-    """The data section of a message as pieces of at most ``size`` bytes, each a flat uint8 tensor on its own device."""
-
-    def __init__(self, message: Message) -> None:
-        self.plan = encode(message)
-        self._tensors = message.tensors
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
     @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def over(self, data: Any) -> Tensor:
+        """The tensor over its bytes, without a copy."""
+        flat = data if isinstance(data, Tensor) else as_tensor(data)
+        return (
+            flat.view(self.dtype).reshape(self.shape) if self.nbytes else flat.new_empty(self.shape, dtype=self.dtype)
+        )
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a transport carries. Subclasses add fields; every field but `tensors` is JSON-ready metadata.
+
+    Args:
+        tensors: by name.
+        version: grows by at least one for every sync.
+        hash: `"xxh3:<32 hex>"` over tensors and alphas; the version is left out, so that equal weights are seen to be equal.
+    """
+
+    _kinds: ClassVar[dict[str, type[Message]]] = {}
+    _kind: ClassVar[str]
+    tensors: Mapping[str, Tensor]
+    version: int
+    hash: str
+
+    def __init_subclass__(cls, kind: str) -> None:
+        cls._kind = kind
+        Message._kinds[kind] = cls
+
+    @property
+    def alphas(self) -> dict[str, float]:
+        """What the hash covers beside the tensors."""
+        return {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def numel(self) -> int:
+        """Elements of all tensors."""
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+    def compute_hash(self) -> str:
+        """Hash of the tensors as they are now."""
+        return content_hash(self.tensors, self.alphas)
+
+    def check(self, origin: str = "payload") -> Self:
+        """Return self, or raise `CorruptPayloadError` when the tensors no longer match the hash."""
+        try:
+            now = self.compute_hash()
+        except PayloadError as error:
+            raise CorruptPayloadError(f"{origin}: {error}") from error
+        if now != self.hash:
+            raise CorruptPayloadError(
+                f"{origin}: content hash is {now}, {self.hash} was promised for version {self.version}. The bytes changed "
+                "on the way, or the tensors share memory with weights that went on training (extract with copy=True)."
+            )
+        return self
+
+    def metadata(self) -> dict[str, Any]:
+        """Everything but the tensors, JSON-ready."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "tensors"}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return {"kind": self._kind, "schema": _SCHEMA, **plain}
+
+    @staticmethod
+    def restore(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], origin: str, *, check: bool = True) -> Message:
+        """Tensors and `metadata` back to what was sent. Raises `CorruptPayloadError`; `check=False` skips the hash."""
+        kind = Message._kinds.get(str(meta.get("kind")))
+        if kind is None or meta.get("schema") != _SCHEMA:
+            raise CorruptPayloadError(
+                f"{origin}: kind {meta.get('kind')!r}, schema {meta.get('schema')!r}; this version reads schema {_SCHEMA} of "
+                f"{', '.join(Message._kinds)}."
+            )
+        values = {f.name: meta[f.name] for f in fields(kind) if f.name != "tensors"}
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        message = kind(dict(tensors), **values)
+        return message.check(origin) if check else message
+
     def header(self) -> bytes:
-        """JSON header without its length prefix."""
-        return self.plan.header[8:]
+        """Metadata and tensor specs for the wire. Specs are ordered so that the tensors, back to back, are aligned."""
+        names = sorted(self.tensors, key=lambda name: (-self.tensors[name].element_size(), name))
+        specs = [(name, _dtype_name(self.tensors[name]), list(self.tensors[name].shape)) for name in names]
+        return json.dumps([self.metadata(), specs]).encode()
 
-    def pieces(self, size: int) -> Iterator[Tensor]:
-        """Runs of bytes in order; one never crosses from one tensor to the next."""
-        for name, first, last in self.plan.entries:
-            if last > first:
-                flat = self._tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
-                yield from flat.split(size)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as host tensors whose bytes travel out of band (protocol 5: Ray's), from one memory to the other.
 
-    def fill(self, size: int) -> Iterator[list[Tensor]]:
-        """Groups of runs that together fill ``size`` bytes (the last may be shorter)."""
-        group: list[Tensor] = []
-        room = size
-        for name, first, last in self.plan.entries:
-            if last == first:
-                continue
-            flat = self._tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
-            while flat.numel():
-                group.append(flat[:room])
-                flat, room = flat[room:], room - group[-1].numel()
-                if room == 0:
-                    yield group
-                    group, room = [], size
-        if group:
-            yield group
+        What arrives may be read-only memory: bind it with `apply_lora`. Its hash is checked on the way in: a message that
+        changed meanwhile raises `CorruptPayloadError` where it is unpickled.
+        """
+        wrap = pickle.PickleBuffer if protocol >= 5 else bytes
+        host = on_host(self.tensors.items())
+        parts = [(name, _dtype_name(t), tuple(t.shape), wrap(byte_view(t))) for name, t in host.items()]
+        return _unpickled, (self.metadata(), parts)
 
 
-class Incoming:
-    """Collects a message: `feed` the data section in order, then `finish`."""
+def parse_header(data: bytes) -> tuple[dict[str, Any], list[Spec]]:
+    """Inverse of `Message.header`."""
+    meta, specs = json.loads(data)
+    return meta, [Spec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in specs]
 
-    def __init__(
-        self,
-        header: bytes,
-        *,
-        check: bool,
-        pool: BufferPool | None = None,
-        device: str | torch.device = "cpu",
-        origin: str = "message",
-    ) -> None:
-        self._entries, metadata = parse_header(header, origin)
-        self._meta = unseal(metadata, origin)
-        self._origin, self._check = origin, check
-        size = self._entries[-1].last if self._entries else 0
-        self.device = torch.device(device)
-        on_host = self.device.type == "cpu"
-        self.staging = (
-            (pool or BufferPool(0)).take(size) if on_host else torch.empty(size, dtype=torch.uint8, device=self.device)
-        )
-        self._place, self._hashed, self._entry = 0, 0, 0
-        self._hasher = xxhash.xxh3_128()
-        self._digests: dict[str, str] = {}
 
-    @property
-    def missing(self) -> int:
-        """Bytes still to come."""
-        return self.staging.numel() - self._place
+def _unpickled(meta: dict[str, Any], parts: Iterable[tuple[str, str, tuple[int, ...], Any]]) -> Message:
+    tensors = {
+        name: Spec(name, getattr(torch, dtype), shape).over(memoryview(data)) for name, dtype, shape, data in parts
+    }
+    return Message.restore(tensors, meta, "pickled message")
 
-    def feed(self, piece: Tensor) -> None:
-        """Take the next bytes (flat uint8, any device)."""
-        size = piece.numel()
-        if size > self.missing:
-            raise CorruptPayloadError(f"{self._origin}: {size - self.missing} bytes too many; send it again.")
-        target = self.staging[self._place : self._place + size]
-        target.copy_(piece)
-        # What was kept, unless that is on a GPU and would have to come back to be hashed.
-        here = piece if self.device.type != "cpu" and piece.device.type == "cpu" else target
-        for data in host_pieces(here) if self._check else ():
-            self._hash(data)
-        self._place += size
 
-    def finish(self) -> Message:
-        """The checked message; raises ``TruncatedPayloadError`` or ``CorruptPayloadError``."""
-        if self.missing:
-            raise TruncatedPayloadError(f"{self._origin}: {self.missing} bytes did not arrive; send it again.")
-        if self._check:
-            self._close_entries()
-        tensors = views(self.staging, self._entries, self._origin)
-        return restore(
-            tensors, self._meta, check=self._check, digests=self._digests if self._check else None, origin=self._origin
-        )
-
-    def _hash(self, data: memoryview) -> None:
-        """Hash per tensor while the bytes are in the cache; tensors lie back to back in entry order."""
-        place, done = self._hashed, 0
-        while done < len(data):
-            entry = self._entries[self._entry]
-            take = min(entry.last - place, len(data) - done)
-            if take:
-                self._hasher.update(data[done : done + take])
-            done, place = done + take, place + take
-            if place == entry.last:
-                self._next_entry()
-        self._hashed = place
-
-    def _next_entry(self) -> None:
-        self._digests[self._entries[self._entry].name] = self._hasher.hexdigest()
-        self._hasher.reset()
-        self._entry += 1
-
-    def _close_entries(self) -> None:
-        while self._entry < len(self._entries):  # empty tensors at the end
-            self._next_entry()
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

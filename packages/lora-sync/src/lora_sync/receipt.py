@@ -36,7 +36,7 @@ class LoRAReceipt:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LoRAReceipt:
-        """Inverse of `to_dict`; raises ``LoRASyncError`` for missing or unknown keys."""
+        """Inverse of `to_dict`; raises `LoRASyncError` for missing or unknown keys."""
         try:
             return cls(**data)
         except TypeError as error:
@@ -44,9 +44,9 @@ class LoRAReceipt:
 
 
 def verify(payload: LoRAPayload, receipt: LoRAReceipt, *, previous_version: int | None = None) -> LoRAReceipt:
-    """Return the receipt, or raise a ``LoRASyncError`` that says which promise is broken.
+    """Return the receipt, or raise a `LoRASyncError` that says which promise is broken.
 
-    Holds when everything sent was bound, the version is the payload's and newer than ``previous_version``, and the receiver's
+    Holds when everything sent was bound, the version is the payload's and newer than `previous_version`, and the receiver's
     own account of its memory is right: its hash is the payload's, or it found as many equal elements as the payload has.
     A receipt without either proves nothing and is refused.
     """

@@ -1,7 +1,7 @@
-"""Alpha and rank as trainers write them: PEFT's ``adapter_config.json``, and the header of a safetensors file.
+"""Alpha and rank as trainers write them: PEFT's `adapter_config.json`, and the header of a safetensors file.
 
-A header says it as plain keys (``lora_alpha``, kohya's ``ss_network_alpha``, …) or as JSON inside one key, such as diffusers'
-``lora_adapter_metadata`` with its ``transformer.`` prefixes. Where PEFT has a default or a rule, it is PEFT's.
+A header says it as plain keys (`lora_alpha`, kohya's `ss_network_alpha`, …) or as JSON inside one key, such as diffusers'
+`lora_adapter_metadata` with its `transformer.` prefixes. Where PEFT has a default or a rule, it is PEFT's.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _BASE_CHANGING = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 @dataclass(frozen=True)
 class Settings:
-    """Alpha of every layer. ``rank`` is what was stated, to be compared with the tensors; None when nothing was."""
+    """Alpha of every layer. `rank` is what was stated, to be compared with the tensors; None when nothing was."""
 
     origin: str
     alpha: float
@@ -77,7 +77,7 @@ class Settings:
     target_modules: tuple[str, ...] | None = None
 
     def alpha_of(self, names: Sequence[str], rank: int) -> float:
-        """Alpha with the scale alpha / rank for a layer; ``names`` are its names, the one that PEFT saw first."""
+        """Alpha with the scale alpha / rank for a layer; `names` are its names, the one that PEFT saw first."""
         stated = pattern_value(self.rank_pattern, names, self.rank)
         if stated is not None and stated != rank:
             raise PayloadError(
@@ -100,7 +100,7 @@ def pattern_value(patterns: Mapping[str, float], names: Sequence[str], default: 
 
 
 def config_settings(file: Path) -> dict[str, Settings]:
-    """From an ``adapter_config.json``. Raises ``PayloadError`` when it cannot be read or is no plain LoRA's."""
+    """From an `adapter_config.json`. Raises `PayloadError` when it cannot be read or is no plain LoRA's."""
     data = file.read_bytes()
     try:
         config = json.loads(data)  # from bytes: with or without byte order mark, UTF-8, 16 or 32
@@ -114,7 +114,7 @@ def config_settings(file: Path) -> dict[str, Settings]:
 
 
 def header_settings(metadata: Mapping[str, str], file: str) -> dict[str, Settings]:
-    """From a file's header, by expert ("" for all); empty when it does not say. Raises ``PayloadError`` when two entries differ."""
+    """From a file's header, by expert ("" for all); empty when it does not say. Raises `PayloadError` when two entries differ."""
     found: dict[str, list[Settings]] = {}
     for key, group, values in _groups(metadata):
         peft = "peft_type" in values or {"r", "target_modules"} <= values.keys()
@@ -130,7 +130,7 @@ def header_settings(metadata: Mapping[str, str], file: str) -> dict[str, Setting
 
 
 def number(value: Any, what: str) -> float:
-    """A finite number from 0 up, also as text. Raises ``PayloadError``."""
+    """A finite number from 0 up, also as text. Raises `PayloadError`."""
     try:
         if isinstance(value, bool):
             raise ValueError

@@ -16,10 +16,10 @@ from .payload import A, B, LoRAPayload
 
 
 def to_vllm(payload: LoRAPayload, architecture: str) -> dict[str, Tensor]:
-    """``<engine layer>.lora_A.weight`` / ``.lora_B.weight`` for every layer, to be applied with scale 1.
+    """`<engine layer>.lora_A.weight` / `.lora_B.weight` for every layer, to be applied with scale 1.
 
-    The names are relative to the transformer; vLLM's loader wants ``base_model.model.transformer.`` in front. Those of
-    Wan2.2's experts keep their ``transformer.`` or ``transformer_2.``. Raises ``NameMapError`` for layers without a rule or
+    The names are relative to the transformer; vLLM's loader wants `base_model.model.transformer.` in front. Those of
+    Wan2.2's experts keep their `transformer.` or `transformer_2.`. Raises `NameMapError` for layers without a rule or
     without a place in the engine.
     """
     names, experts = get_map(architecture), split_experts(payload)

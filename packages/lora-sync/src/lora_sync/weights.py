@@ -7,7 +7,7 @@ how many tensors there were and the hash over all buckets, so that a receiver kn
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,68 +15,33 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from .checksum import module_sum
-from .errors import BindError, CorruptPayloadError, PayloadError, StaleVersionError
-from .layers import base_name, base_parameters, copy_into, full, layers_of, reshard
-from .merge import merged_weight
-from .payload import content_hash
+from .checksum import content_hash, module_sum
+from .errors import AdapterError, BindError, CorruptPayloadError, PayloadError, StaleVersionError
+from .layers import base_name, base_parameters, check_plain_lora, copy_into, full, layers_of, reshard
+from .message import Message
 
 _PARTIAL = "_lora_sync_partial"
 
 
 @dataclass(frozen=True)
-class WeightBucket:
-    """Some tensors of a stream, with the bucket's number, and totals in the last one.
+class WeightBucket(Message, kind="weights"):
+    """Some tensors of a stream.
 
     Args:
         tensors: name → full tensor.
-        version, index: of the stream, and this bucket's place in it from 0.
+        version: of the stream.
         hash: over this bucket's tensors.
+        index: this bucket's place in the stream, from 0.
         total_tensors, stream_hash: set in the last bucket only.
     """
 
-    tensors: Mapping[str, Tensor]
-    version: int
     index: int
-    hash: str
     total_tensors: int | None = None
     stream_hash: str | None = None
 
     @property
     def last(self) -> bool:
         return self.stream_hash is not None
-
-    def metadata(self) -> dict[str, Any]:
-        """Everything but the tensors, JSON-ready."""
-        return {
-            "kind": "weights",
-            "schema": 1,
-            "version": self.version,
-            "index": self.index,
-            "hash": self.hash,
-            "total_tensors": self.total_tensors,
-            "stream_hash": self.stream_hash,
-        }
-
-    @classmethod
-    def from_parts(
-        cls,
-        tensors: Mapping[str, Tensor],
-        meta: Mapping[str, Any],
-        *,
-        check: bool = True,
-        digests: Mapping[str, str] | None = None,
-        origin: str = "bucket",
-    ) -> WeightBucket:
-        """Tensors and `metadata` back to a bucket; raises ``CorruptPayloadError``."""
-        if meta.get("schema") != 1:
-            raise CorruptPayloadError(f"{origin}: schema {meta.get('schema')!r}; this version reads schema 1.")
-        if check and (found := content_hash(tensors, {}, digests)) != meta["hash"]:
-            raise CorruptPayloadError(
-                f"{origin}: bucket {meta['index']} hashes to {found}, {meta['hash']} was promised."
-            )
-        fields = ("version", "index", "hash", "total_tensors", "stream_hash")
-        return cls(tensors, **{name: meta[name] for name in fields})
 
 
 @dataclass(frozen=True)
@@ -110,8 +75,23 @@ def base_weights(module: nn.Module, adapter_name: str | None = None) -> Iterator
             yield name, full(parameter)
 
 
+def merged_weight(name: str, layer: Any, adapter_name: str) -> Tensor:
+    """Full W + (alpha / r) · B·A of one layer, summed in float32 and rounded once to W's dtype. A collective when sharded."""
+    check_plain_lora(name, layer, adapter_name)
+    weight = full(layer.get_base_layer().weight)
+    if getattr(layer, "fan_in_fan_out", False):
+        raise PayloadError(f"layer {name!r} keeps its weight transposed (fan_in_fan_out), which cannot be merged.")
+    if layer.merged:
+        raise BindError(f"layer {name!r} has {layer.merged_adapters!r} merged by PEFT; call its unmerge first.")
+    if not weight.is_floating_point():
+        raise AdapterError(f"layer {name!r} is quantised; merge into the unquantised model instead.")
+    down, up = (full(part[adapter_name].weight).float().flatten(1) for part in (layer.lora_A, layer.lora_B))
+    delta = float(layer.scaling[adapter_name]) * (up @ down)
+    return (weight.float() + delta.reshape(weight.shape)).to(weight.dtype)
+
+
 def buckets(named: Iterable[tuple[str, Tensor]], limit_bytes: int) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
-    """Group a stream into buckets of at most ``limit_bytes`` (a larger tensor is one of its own): (bucket, is it the last)."""
+    """Group a stream into buckets of at most `limit_bytes` (a larger tensor is one of its own): (bucket, is it the last)."""
     held: list[tuple[str, Tensor]] = []
     size = 0
     for name, value in named:
@@ -126,7 +106,7 @@ def buckets(named: Iterable[tuple[str, Tensor]], limit_bytes: int) -> Iterator[t
 def load_named(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> int:
     """Copy a complete set of full tensors into the base parameters, by `base_name`. Returns how many tensors that were.
 
-    Raises ``BindError`` for a name that finds nothing, another shape or one that was not sent, ``CorruptPayloadError`` for one
+    Raises `BindError` for a name that finds nothing, another shape or one that was not sent, `CorruptPayloadError` for one
     that was sent twice; then, and meanwhile, the module holds a mixture and `weights_complete` is False.
     """
     reshard(module)
@@ -161,7 +141,7 @@ def stream_weights(
     merge_adapter: str | None = None,
     rename: Callable[[str], str] | None = None,
 ) -> Iterator[WeightBucket]:
-    """`base_weights` in messages of at most ``bucket_bytes`` (a larger tensor gets its own).
+    """`base_weights` in messages of at most `bucket_bytes` (a larger tensor gets its own).
 
     Args:
         dtype: convert floating-point tensors, e.g. for a bfloat16 sampler of a float32 trainer.
@@ -182,7 +162,7 @@ def stream_weights(
         hashes.append(content_hash(tensors, {}))
         count += len(held)
         totals = (count, _stream_hash(hashes)) if last else (None, None)
-        yield WeightBucket(tensors, version, index, hashes[-1], *totals)
+        yield WeightBucket(tensors, version, hashes[-1], index, *totals)
 
 
 def load_weights(
@@ -190,7 +170,7 @@ def load_weights(
 ) -> WeightReceipt:
     """Copy a stream into the module's base parameters, whatever their dtype, device and sharding.
 
-    Raises ``BindError`` for unknown or missing names, ``StaleVersionError``, ``CorruptPayloadError`` for lost, repeated or
+    Raises `BindError` for unknown or missing names, `StaleVersionError`, `CorruptPayloadError` for lost, repeated or
     swapped buckets. Full weights are too large to stage: after an error the module holds a mixture, and says so by
     refusing `weights_complete`; load a whole stream again before sampling.
     """

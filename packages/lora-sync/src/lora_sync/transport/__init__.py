@@ -1,19 +1,10 @@
-"""Ways for a payload to travel: one interface, ``send(payload)`` and ``receive()``, with deadlines and a hash check."""
+"""Ways for a message to travel: one interface, `send(message)` and `receive()`, with deadlines and a hash check.
+
+Inside a Ray cluster none is needed: a message is an argument of an actor's method like any other.
+"""
 
 from .base import Deadline, Transport
 from .broadcast import BroadcastTransport, join_group
-from .files import FileTransport
-from .inprocess import InProcessTransport
-from .ray_store import RayTransport
 from .shared_memory import SharedMemoryTransport
 
-__all__ = [
-    "BroadcastTransport",
-    "Deadline",
-    "FileTransport",
-    "InProcessTransport",
-    "RayTransport",
-    "SharedMemoryTransport",
-    "Transport",
-    "join_group",
-]
+__all__ = ["BroadcastTransport", "Deadline", "SharedMemoryTransport", "Transport", "join_group"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import Self
 
 from ..errors import TransportTimeoutError
@@ -16,18 +15,18 @@ DEFAULT_TIMEOUT = 120.0
 class Transport(ABC):
     """Carries messages (`LoRAPayload`, `WeightBucket`) from one sender to one or more receivers.
 
-    ``receive`` gives a whole message whose content hash was checked, or raises: ``TransportTimeoutError`` after
-    ``timeout`` seconds, ``TransportError`` when the other side is gone, ``CorruptPayloadError`` for wrong bytes. A message
-    is never handed over in part.
+    `receive` gives a whole message whose content hash was checked, or raises: `TransportTimeoutError` after `timeout`
+    seconds, `TransportError` when the other side is gone, `CorruptPayloadError` for wrong bytes. A message is never handed
+    over in part.
     """
 
     @abstractmethod
     def send(self, message: Message, *, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Hand a message over."""
+        """Hand a message over; returns when every receiver has checked it."""
 
     @abstractmethod
     def receive(self, *, timeout: float = DEFAULT_TIMEOUT, check: bool = True) -> Message:
-        """Wait for the next message. ``check=False`` skips the content hash, for measurements."""
+        """Wait for the next message. `check=False` skips the content hash, for measurements."""
 
     def close(self) -> None:
         """Give up what the transport holds; safe to call twice."""
@@ -36,9 +35,7 @@ class Transport(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -54,7 +51,7 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
     def check(self) -> None:
-        """Raise ``TransportTimeoutError`` once the time is up."""
+        """Raise `TransportTimeoutError` once the time is up."""
         if time.monotonic() > self._end:
             raise self.error()
 

@@ -1,10 +1,11 @@
-"""One host, several processes: a small ring in POSIX shared memory, filled and emptied at the same time.
+"""One host, several processes: a small ring of memory that both sides map, filled and emptied at the same time.
 
-The sender copies pieces into free slots, every receiver copies them out and hashes them on its way; with two cores the
-two halves overlap. The ring is a few megabytes whatever the adapter's size, so it fits a container's default /dev/shm,
-and the adapter exists only where it is used. ``send`` returns when every receiver has checked the whole message.
+The sender copies pieces into free slots and says so over a Unix socket; every receiver copies them out and answers. With two
+cores the two halves overlap. The ring is a few megabytes whatever the adapter's size, so it fits a container's default
+/dev/shm, and the adapter exists only where it is used. `send` returns when every receiver has checked the whole message.
 
-The ring's file is unlinked as soon as all receivers have attached: a crash leaves nothing behind.
+The ring has no name: its file is handed over through the socket, which goes once all receivers are there. A process that dies
+leaves nothing behind, and the other side hears of it at once.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import socket
 import tempfile
 import time
-from collections.abc import Callable
+import weakref
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +26,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..codec import as_buffer
 from ..errors import CorruptPayloadError, TransportError
-from ..message import BufferPool, Incoming, Message, Outgoing
+from ..host import as_tensor, flat_bytes
+from ..message import Message, parse_header
 from .base import DEFAULT_TIMEOUT, Deadline, Transport
 
-_MAGIC = 0x4C53_5259_4E47_0001
-_SLOT_BYTES, _SLOTS, _MAX_READERS = 512 << 10, 16, 64  # a slot fits a core's cache, the ring the shared one
-_HEADER_BYTES = 4096
-# int64 places in the header page
-_READY, _NREADERS, _WRITER_PID, _WRITTEN, _BROKEN, _LENGTHS, _READERS = 0, 1, 2, 3, 4, 8, 32
-_PID, _CURSOR, _ACK, _NACK, _STRIDE = 0, 1, 2, 3, 4
+_SLOT_BYTES, _SLOTS = 512 << 10, 16  # a slot fits a core's cache, the ring the shared one
+_SLOT, _GOOD, _BAD = b".", b"+", b"-"
+_GONE = "it closed its end, or its process died"
 
 
 class SharedMemoryTransport(Transport):
-    """A named ring on this host.
+    """A ring between the processes of this host.
 
     Args:
         name: the same word on both sides.
-        role: ``"sender"`` makes the ring, ``"receiver"`` waits for it and attaches.
+        role: `"sender"` makes the ring, `"receiver"` waits for it and attaches.
         readers: how many receivers there are (sender). Each gets every message.
-        reader: this receiver's number, from 0.
-        device: where a receiver's tensors go. On ``"cuda"`` they are copied from the ring straight to the card.
+        device: where a receiver's tensors go. On `"cuda"` they are copied from the ring straight to the card.
         timeout: seconds a receiver waits for the ring to appear.
     """
 
@@ -53,232 +53,224 @@ class SharedMemoryTransport(Transport):
         role: str,
         *,
         readers: int = 1,
-        reader: int = 0,
         device: str | torch.device = "cpu",
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        if role not in ("sender", "receiver") or not 1 <= readers <= _MAX_READERS or not name or "/" in name:
+        if role not in ("sender", "receiver") or readers < 1 or not name or "/" in name:
             raise TransportError(
                 f"name={name!r}, role={role!r}, readers={readers!r}: need a name without '/', role 'sender' or 'receiver', and "
-                f"1 to {_MAX_READERS} readers."
+                "at least 1 reader."
             )
-        folder = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(tempfile.gettempdir())
-        self._path, self._role, self._reader = folder / f"lora_sync.{name}", role, reader
-        self._pool, self._sent, self._read, self._message = BufferPool(), 0, 0, 0
-        self.device, self._pinned = torch.empty(0, device=device).device, False  # a card that is not there raises here
+        self._path, self._role, self._readers = Path(tempfile.gettempdir()) / f"lora_sync.{name}", role, readers
+        self.device = torch.empty(0, device=device).device  # a card that is not there raises here
+        self._peers: list[socket.socket] | None = []
+        self._listener: socket.socket | None = None
+        self._spare: deque[np.ndarray[Any, np.dtype[np.uint8]]] = deque(maxlen=1)
+        self._pinned = False
         if role == "sender":
-            self._create(readers)
+            self._listen()
         else:
-            self._attach(timeout)
-            if self.device.type == "cuda":
-                with torch.cuda.device(self.device):
-                    self._pin()
+            self._attach(Deadline(timeout, f"waiting for the ring {self._path.name}"))
 
     # Both sides --------------------------------------------------------------------------------------------------
 
-    def _map(self, handle: int) -> None:
-        self._mmap = mmap.mmap(handle, _HEADER_BYTES + _SLOTS * _SLOT_BYTES)
-        self._words: Any = np.frombuffer(self._mmap, dtype=np.int64, count=_HEADER_BYTES // 8)
-        ring = as_buffer(np.frombuffer(self._mmap, dtype=np.uint8, offset=_HEADER_BYTES))
-        self._slots = list(ring.split(_SLOT_BYTES))
-        self._ring = ring
-
-    def _wait(self, ready: Callable[[], bool], alive: Callable[[], str | None], deadline: Deadline) -> None:
-        """Yield first (a slot is copied in a fraction of a millisecond), then sleep, and look after the other side."""
-        turns, look = 0, time.monotonic() + 0.05
-        while True:
-            if self._words[_BROKEN]:
-                raise TransportError(f"{self._path.name}: the channel broke at an earlier message; make a new one.")
-            if ready():
-                return
-            time.sleep(0 if turns < 200 else min(1e-3, 1e-5 * (turns - 199)))
-            turns += 1
-            if time.monotonic() < look:
-                continue
-            look += 0.05
-            if (gone := alive()) and not ready():
-                self._words[_BROKEN] = 1
-                raise TransportError(f"{self._path.name}: {gone} The message is dropped; make a new channel.")
-            try:
-                deadline.check()
-            except TransportError:
-                if self._role == "sender" or self._message_open:
-                    self._words[_BROKEN] = 1  # half a message is in the ring: nobody could find the next one's start
-                raise
+    def _map(self, file: int) -> None:
+        self._mmap = mmap.mmap(file, _SLOTS * _SLOT_BYTES)
+        self._ring = as_tensor(self._mmap)
+        self._slots = self._ring.split(_SLOT_BYTES)
 
     def _pin(self) -> None:
         """Page-lock the ring, so that copies from and to a GPU run at the bus's speed."""
-        status = torch.cuda.cudart().cudaHostRegister(self._ring.data_ptr(), self._ring.numel(), 0)  # type: ignore[no-untyped-call]
-        self._pinned = int(status) == 0
+        if not self._pinned:
+            torch.cuda.cudart().cudaHostRegister(self._ring.data_ptr(), self._ring.numel(), 0)  # type: ignore[no-untyped-call]
+            self._pinned = True
 
-    _message_open = False
+    def _open(self, role: str) -> list[socket.socket]:
+        if self._role != role:
+            raise TransportError(f"this end is the {self._role}; {role}s are made with role={role!r}.")
+        if self._peers is None:
+            raise TransportError(f"{self._path.name}: the channel broke at an earlier message; make a new one.")
+        return self._peers
+
+    def _hear(self, peer: socket.socket, size: int, deadline: Deadline) -> bytes:
+        """The next `size` bytes from the other side."""
+        data = b""
+        while len(data) < size:
+            with self._wire(peer, deadline):
+                if not (more := peer.recv(size - len(data))):
+                    raise ConnectionError(_GONE)
+            data += more
+        return data
+
+    def _say(self, peer: socket.socket, data: bytes, deadline: Deadline) -> None:
+        with self._wire(peer, deadline):
+            peer.sendall(data)
+
+    @contextlib.contextmanager
+    def _wire(self, peer: socket.socket, deadline: Deadline) -> Iterator[None]:
+        try:
+            peer.settimeout(max(deadline.left, 1e-3))
+            yield
+        except TimeoutError:
+            raise deadline.error() from None
+        except OSError as error:
+            who = f"receiver {(self._peers or [peer]).index(peer)}" if self._role == "sender" else "the sender"
+            raise TransportError(
+                f"{self._path.name}: {who} is gone ({error}). The message is dropped; make a new channel."
+            ) from error
 
     def close(self) -> None:
-        if getattr(self, "_words", None) is None:
-            return
+        for end in (*(self._peers or ()), *filter(None, [self._listener])):
+            end.close()
+        if self._listener is not None:
+            self._path.unlink(missing_ok=True)
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._ring.data_ptr())  # type: ignore[no-untyped-call]
-        if self._role == "sender":
-            self._words[_WRITER_PID] = -1
-            self._path.unlink(missing_ok=True)
-        else:
-            self._words[_READERS + self._reader * _STRIDE + _PID] = -1
-        self._words, self._slots, self._ring = None, [], torch.empty(0)
-        with contextlib.suppress(BufferError):  # a view still exists somewhere; the mapping goes with it
-            self._mmap.close()
+        self._peers = self._listener = None
+        self._pinned, self._slots, self._ring = False, (), torch.empty(0)  # the mapping goes with its last view
 
     # Sender ------------------------------------------------------------------------------------------------------
 
-    def _create(self, readers: int) -> None:
+    def _listen(self) -> None:
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # no name; receivers get it through the socket
+        self._file.truncate(_SLOTS * _SLOT_BYTES)
+        self._map(self._file.fileno())
+        listener = socket.socket(socket.AF_UNIX)
         try:
-            handle = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        except FileExistsError as error:
+            listener.bind(str(self._path))
+        except OSError as error:
+            listener.close()
             raise TransportError(
                 f"{self._path} exists: another sender uses this name, or one died before its receivers came. Choose "
                 "another name or delete the file."
             ) from error
-        try:
-            os.ftruncate(handle, _HEADER_BYTES + _SLOTS * _SLOT_BYTES)
-            self._map(handle)
-        finally:
-            os.close(handle)
-        self._words[_NREADERS], self._words[_WRITER_PID] = readers, os.getpid()
-        self._words[_READY] = _MAGIC
+        self._path.chmod(0o600)
+        listener.listen(self._readers)
+        self._listener = listener
 
-    def _readers(self, what: int) -> Any:
-        count = int(self._words[_NREADERS])
-        return self._words[_READERS + what : _READERS + count * _STRIDE : _STRIDE]
-
-    def _reader_gone(self) -> str | None:
-        for number, pid in enumerate(self._readers(_PID)):
-            if pid < 0:
-                return f"receiver {number} closed its end."
-            if pid and not _alive(int(pid)):
-                return f"receiver {number} (process {pid}) died."
-        return None
+    def _accept(self, deadline: Deadline) -> list[socket.socket]:
+        peers = self._open("sender")
+        while len(peers) < self._readers:
+            assert self._listener is not None
+            self._listener.settimeout(max(deadline.left, 1e-3))
+            try:
+                peers.append(self._listener.accept()[0])
+            except TimeoutError:
+                raise deadline.error() from None
+            with self._wire(peers[-1], deadline):
+                socket.send_fds(peers[-1], [_SLOT], [self._file.fileno()])
+        if self._listener is not None:
+            self._listener.close()
+            self._path.unlink(missing_ok=True)
+            self._file.close()
+            self._listener = None
+        return peers
 
     def send(self, message: Message, *, timeout: float = DEFAULT_TIMEOUT) -> None:
-        if self._role != "sender":
-            raise TransportError("this end receives; send from the process that made the ring.")
         deadline = Deadline(timeout, f"sending version {message.version} through {self._path.name}")
-        self._wait(lambda: bool(self._readers(_PID).all()), self._reader_gone, deadline)
-        self._path.unlink(missing_ok=True)
-        outgoing = Outgoing(message)
-        header = as_buffer(bytearray(len(outgoing.header).to_bytes(8, "little") + outgoing.header))
-        for piece in header.split(_SLOT_BYTES):
-            self._put([piece], deadline)
-        for group in outgoing.fill(_SLOT_BYTES):
-            self._put(group, deadline)
-        self._message += 1
-        settled = self._message
-        self._wait(
-            lambda: bool((np.maximum(self._readers(_ACK), self._readers(_NACK)) >= settled).all()),
-            self._reader_gone,
-            deadline,
-        )
-        if refused := [number for number, word in enumerate(self._readers(_NACK)) if word >= settled]:
+        peers = self._accept(deadline)
+        header = message.header()
+        try:
+            for peer in peers:
+                self._say(peer, len(header).to_bytes(8, "little") + header, deadline)
+            count = 0
+            for pieces in _slotfuls([message.tensors[spec.name] for spec in parse_header(header)[1]]):
+                if count >= _SLOTS:  # what this slot held must have been copied out
+                    for peer in peers:
+                        self._hear(peer, 1, deadline)
+                place = 0
+                for piece in pieces:
+                    if piece.device.type == "cuda":
+                        self._pin()
+                    self._slots[count % _SLOTS][place : place + piece.numel()].copy_(piece)
+                    place += piece.numel()
+                for peer in peers:
+                    self._say(peer, _SLOT, deadline)
+                count += 1
+            verdicts = [self._hear(peer, min(count, _SLOTS) + 1, deadline)[-1:] for peer in peers]
+        except BaseException:  # half a message is in the ring: nobody could find the next one's start
+            self.close()
+            raise
+        if refused := [number for number, verdict in enumerate(verdicts) if verdict == _BAD]:
             raise TransportError(
                 f"version {message.version}: receiver {refused} got bytes that do not match the hash. Were the tensors "
                 "changed while they were sent (extract with copy=True)? The channel is usable; send again."
             )
 
-    def _put(self, group: list[Tensor], deadline: Deadline) -> None:
-        number = self._sent
-        self._wait(lambda: int(self._readers(_CURSOR).min()) > number - _SLOTS, self._reader_gone, deadline)
-        slot, place = self._slots[number % _SLOTS], 0
-        for run in group:
-            if run.device.type == "cuda" and not self._pinned:
-                self._pin()
-            slot[place : place + run.numel()].copy_(run)
-            place += run.numel()
-        self._words[_LENGTHS + number % _SLOTS] = place
-        self._sent += 1
-        self._words[_WRITTEN] = self._sent
-
     # Receiver ----------------------------------------------------------------------------------------------------
 
-    def _attach(self, timeout: float) -> None:
-        deadline = Deadline(timeout, f"waiting for the ring {self._path.name}")
+    def _attach(self, deadline: Deadline) -> None:
+        peer = socket.socket(socket.AF_UNIX)
+        self._peers = [peer]
         while True:
-            with contextlib.suppress(FileNotFoundError):
-                handle = os.open(self._path, os.O_RDWR)
-                try:
-                    if os.fstat(handle).st_size >= _HEADER_BYTES:
-                        self._map(handle)
-                        if self._words[_READY] == _MAGIC:
-                            break
-                finally:
-                    os.close(handle)
-            deadline.check()
-            time.sleep(0.005)
-        if not 0 <= self._reader < int(self._words[_NREADERS]):
-            raise TransportError(f"reader={self._reader}: this ring has {int(self._words[_NREADERS])} readers, from 0.")
-        self._mine = _READERS + self._reader * _STRIDE
-        if self._words[self._mine + _PID]:
-            raise TransportError(
-                f"receiver {self._reader} of {self._path.name} is taken; give each receiver its number."
-            )
-        self._words[self._mine + _PID] = os.getpid()
-
-    def _writer_gone(self) -> str | None:
-        pid = int(self._words[_WRITER_PID])
-        if pid < 0:
-            return "the sender closed its end."
-        return None if _alive(pid) else f"the sender (process {pid}) died."
+            try:
+                peer.settimeout(max(deadline.left, 1e-3))
+                peer.connect(str(self._path))
+                break
+            except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+                if not deadline.left:
+                    peer.close()
+                    raise deadline.error() from None
+                time.sleep(0.005)
 
     def receive(self, *, timeout: float = DEFAULT_TIMEOUT, check: bool = True) -> Message:
-        if self._role != "receiver":
-            raise TransportError("this end sends; receive in a process that attached with role='receiver'.")
         deadline = Deadline(timeout, f"receiving from {self._path.name}")
-        self._message_open = False
+        (peer,) = self._open("receiver")
+        if not hasattr(self, "_mmap"):
+            with self._wire(peer, deadline):
+                _, files, *_ = socket.recv_fds(peer, 1, 1)
+                if not files:
+                    raise ConnectionError(_GONE)
+            self._map(files[0])
+            os.close(files[0])
+        with self._wire(peer, deadline):
+            peer.recv(1, socket.MSG_PEEK)  # waiting in vain breaks nothing
         try:
-            first = self._take(deadline)
-            self._message_open = True
-            size = 8 + int.from_bytes(first[:8].numpy().tobytes(), "little")
-            header = bytearray(first.numpy().tobytes())
-            self._release()
-            while len(header) < size:
-                header += self._take(deadline).numpy().tobytes()
-                self._release()
-            incoming = Incoming(
-                bytes(header[8:size]), check=check, pool=self._pool, device=self.device, origin=self._path.name
-            )
-            while incoming.missing:
-                incoming.feed(self._take(deadline))
-                self._release()
+            size = int.from_bytes(self._hear(peer, 8, deadline), "little")
+            meta, specs = parse_header(self._hear(peer, size, deadline))
+            total = sum(spec.nbytes for spec in specs)
+            staging = self._staging(total)
+            for number, part in enumerate(staging.split(_SLOT_BYTES) if total else ()):
+                self._hear(peer, 1, deadline)
+                part.copy_(self._slots[number % _SLOTS][: part.numel()])
+                self._say(peer, _SLOT, deadline)
         except BaseException:  # a GPU that is out of memory raises a RuntimeError
-            if self._message_open:
-                self._words[_BROKEN] = 1
+            self.close()
             raise
-        self._message_open = False
-        self._message += 1
+        parts = staging.split([spec.nbytes for spec in specs])
+        tensors = {spec.name: spec.over(part) for spec, part in zip(specs, parts, strict=True)}
         try:
-            message = incoming.finish()
+            message = Message.restore(tensors, meta, self._path.name, check=check)
         except CorruptPayloadError:
-            self._words[self._mine + _NACK] = self._message
+            self._say(peer, _BAD, deadline)
             raise
-        self._words[self._mine + _ACK] = self._message
+        self._say(peer, _GOOD, deadline)
         return message
 
-    def _take(self, deadline: Deadline) -> Tensor:
-        number = self._read
-        self._wait(lambda: int(self._words[_WRITTEN]) > number, self._writer_gone, deadline)
-        return self._slots[number % _SLOTS][: int(self._words[_LENGTHS + number % _SLOTS])]
+    def _staging(self, size: int) -> Tensor:
+        """Memory for a message: the last one's, once nobody looks at it; fresh memory costs more to touch than to copy into."""
+        if self.device.type != "cpu":
+            self._pin()
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+        array = self._spare.pop() if self._spare else np.empty(0, dtype=np.uint8)
+        if not size <= array.size <= 2 * size + 4096:
+            array = np.empty(max(size, 1), dtype=np.uint8)
+        window = array[:size]  # torch keeps it alive exactly as long as any tensor that views it
+        weakref.finalize(window, self._spare.append, array).atexit = False
+        return as_tensor(window)
 
-    def _release(self) -> None:
-        self._read += 1
-        self._words[self._mine + _CURSOR] = self._read
 
-
-def _alive(pid: int) -> bool:
-    """Whether a process runs; one that died and was not waited for yet does not."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return not os.path.isdir("/proc/self")
+def _slotfuls(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors' bytes, grouped into pieces that together fill one slot (the last may hold less)."""
+    group: list[Tensor] = []
+    room = _SLOT_BYTES
+    for flat in map(flat_bytes, tensors):
+        while flat.numel():
+            group.append(flat[:room])
+            flat, room = flat[room:], room - group[-1].numel()
+            if room == 0:
+                yield group
+                group, room = [], _SLOT_BYTES
+    if group:
+        yield group
