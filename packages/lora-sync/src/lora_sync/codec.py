@@ -63,7 +63,8 @@ def read_file(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         tensors = load(data)
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
         raise CorruptPayloadError(f"{file}: {error}; copy it again.") from error
-    return {name: tensors[name] for name in header}, metadata  # in the file's order; the library's is another every time
+    in_order = {name: tensors[name] for name in header}  # the library's order is another every time
+    return in_order, metadata
 
 
 def seal(meta: Mapping[str, Any]) -> dict[str, str]:
