@@ -88,8 +88,8 @@ READERS = {
     "omni_rollout.agent_loop:DiffusionAgentLoopWorker": "rollout.agent.default_agent_loop",
     "omni_rollout.edit_loop:DiffusionJudgeEditAgentLoop": "rollout.agent.num_turns",
     "omni_rollout.router:Router": "rollout.router.request_timeout_s rollout.router.max_retries rollout.router.restart",
-    "omni_rollout.vllm_omni.launch:start_engine": "rollout.vllm_omni.tensor_model_parallel_size "
-    "rollout.vllm_omni.enforce_eager rollout.vllm_omni.max_num_seqs rollout.vllm_omni.request_batch_max_wait_ms "
+    "omni_rollout.vllm_omni.launch:start_engine": "rollout.vllm_omni.enforce_eager rollout.vllm_omni.max_num_seqs "
+    "rollout.vllm_omni.request_batch_max_wait_ms "
     "rollout.vllm_omni.step_execution rollout.vllm_omni.enable_sleep_mode rollout.vllm_omni.rollout_attn_backend "
     "rollout.vllm_omni.engine_kwargs",
     "omni_rollout.vllm_omni.server:vLLMOmniHttpServer": "rollout.vllm_omni.openai_port",
@@ -105,6 +105,8 @@ READERS = {
     f"{TRAINER}._open": "trainer.run_dir trainer.on_existing",
     "ray_trainer.resume:check_resume": "trainer.allow_config_change",
     "ray_trainer.group:WorkerGroup": "trainer.num_workers",
+    "ray_trainer.card_memory:_tensor_sizes": "rollout.vllm_omni.tensor_model_parallel_size",
+    "ray_trainer.card_memory:foresee": "ray.gpu_memory_gb",
     "ray_trainer.cluster": "ray.address ray.num_cpus ray.object_store_mb",
 }
 

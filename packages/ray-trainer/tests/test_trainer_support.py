@@ -16,6 +16,7 @@ REFUSED = {
     "rollout.vllm_omni.engine_kwargs={ulysses_degree: 2}": "sets ulysses_degree",
     "rollout.vllm_omni.engine_kwargs.pipeline_parallel_size=2": "sets pipeline_parallel_size",
     "rollout.vllm_omni.gpu_memory_utilization=0.6": "unknown config key",
+    "rollout.vllm_omni.tensor_model_parallel_size=3": "does not divide the 4 attention heads",
     "app=dpo-online": "this program is flowgrpo",
     "actor.strategy=fsdp3": "actor.strategy",
     "actor.fsdp_config.model_dtype=fp8": "model_dtype='fp8' must be one of fp32, float32, bf16",

@@ -148,8 +148,8 @@ class RouterConfig(Checked):
 class VllmOmniConfig(Checked):
     """Settings of the vLLM-Omni engine; read by that backend alone."""
 
-    tensor_model_parallel_size: Annotated[int, Interval(ge=1, le=1024)] = 1
-    """GPUs that share one copy of the transformer."""
+    tensor_model_parallel_size: Annotated[int, Interval(ge=1, le=1024)] | None = None
+    """GPUs that share one copy of the transformer. null: one, and in the programs as few as hold it."""
     enforce_eager: bool = False
     """Skip torch.compile of the transformer blocks."""
     max_num_seqs: Count = 16
@@ -168,6 +168,11 @@ class VllmOmniConfig(Checked):
     openai_port: Annotated[int, Interval(ge=1, le=65_535)] | None = None
     """Port of the OpenAI-style image route for people; None starts no server."""
 
+    @property
+    def gpus(self) -> int:
+        """GPUs of one engine."""
+        return self.tensor_model_parallel_size or 1
+
 
 @dataclass
 class DiffusionRolloutConfig(Checked):
@@ -183,8 +188,9 @@ class DiffusionRolloutConfig(Checked):
     """Dtype of the rollout's transformer. Latents and log-probs are fp32 whatever it is."""
     max_batch_size: Count = 64
     """Samples that are denoised together in the diffusers backend."""
-    num_replicas: Annotated[int, Interval(ge=1, le=10_000)] = 1
-    """Replicas of the policy that the router spreads requests over."""
+    num_replicas: Annotated[int, Interval(ge=1, le=10_000)] | None = None
+    """Replicas of the policy that the router spreads requests over. null: one in the diffusers backend, and as many engines as the
+    GPUs hold that are free."""
     placement: Literal["pack", "spread"] = "pack"
     """How replicas spread over the nodes of a cluster: pack (fill one node first) or spread."""
     device: str = "cpu"

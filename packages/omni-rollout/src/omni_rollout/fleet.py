@@ -10,7 +10,7 @@ A replica that is replaced gets the newest adapters before it takes a request, s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lora_sync import WeightReceipt
@@ -19,7 +19,7 @@ from torch import Tensor
 from .backend import RolloutBackend
 from .config import DiffusionRolloutConfig
 from .errors import RolloutConfigError
-from .placement import Node, assign_beside, assign_nodes, cluster_nodes, import_ray, on_node
+from .placement import Node, assign_beside, assign_nodes, cluster_nodes, import_ray, on_node, slots
 from .remote import ASIDE
 from .replica import DiffusersReplica, Replica
 from .router import Router
@@ -32,11 +32,13 @@ class Fleet:
 
     Args:
         config: the rollout configuration.
-        path: diffusers pipeline folder.
+        path: diffusers pipeline folder; one for all nodes, or by node id.
         resync: brings a new replica to the newest base weights; needed where base weights are trained.
     """
 
-    def __init__(self, config: DiffusionRolloutConfig, path: str, resync: Resync | None = None) -> None:
+    def __init__(
+        self, config: DiffusionRolloutConfig, path: str | Mapping[str, str], resync: Resync | None = None
+    ) -> None:
         self.config, self.path = config, path
         self.router: Router
         self._resync = resync
@@ -49,13 +51,13 @@ class Fleet:
     async def launch(
         cls,
         config: DiffusionRolloutConfig,
-        path: str,
+        path: str | Mapping[str, str],
         *,
         cpus: float = 1.0,
         resync: Resync | None = None,
         beside: Sequence[tuple[str, str]] | None = None,
     ) -> Fleet:
-        """Start `config.num_replicas` replicas.
+        """Start `config.num_replicas` replicas, or as many as find a GPU.
 
         Args:
             config, path, resync: as for the constructor.
@@ -69,13 +71,14 @@ class Fleet:
         """
         fleet = cls(config, path, resync)
         fleet._cpus = cpus
-        count, needs, nodes = config.num_replicas, fleet.gpus, cluster_nodes()
+        needs, nodes = fleet.gpus, cluster_nodes()
+        count = config.num_replicas or max(sum(slots(node, needs, cpus) for node in nodes) if needs else 1, 1)
         if beside is not None and needs:
             fleet._places = [*assign_beside(nodes, beside, count, gpus=needs, cpus=cpus)]
         else:
             asked = assign_nodes(nodes, count, gpus=needs, cpus=cpus, strategy=config.placement)
             fleet._places = [(node, None) for node in asked]
-        replicas = await asyncio.gather(*(fleet._start(place) for place in range(config.num_replicas)))
+        replicas = await asyncio.gather(*(fleet._start(place) for place in range(count)))
         fleet.router = Router(replicas, config.router, restart=fleet._restart)
         return fleet
 
@@ -88,14 +91,15 @@ class Fleet:
             return 0 if self.config.device == "cpu" else 1
         from .vllm_omni.replica import vLLMOmniReplica
 
-        return vLLMOmniReplica(self.config, self.path).gpus
+        return vLLMOmniReplica(self.config, "").gpus
 
     async def _start(self, place: int) -> Replica:
         node, devices = self._places[place]
+        path = self.path if isinstance(self.path, str) else self.path[node.node_id]
         if self.config.backend == "vllm_omni":
             from .vllm_omni.replica import vLLMOmniReplica
 
-            replica = vLLMOmniReplica(self.config, self.path, place, node=node, cpus=self._cpus, devices=devices)
+            replica = vLLMOmniReplica(self.config, path, place, node=node, cpus=self._cpus, devices=devices)
             await replica.launch()
             return replica
         from .hosted import HostedDiffusersBackend
@@ -112,7 +116,7 @@ class Fleet:
             "device": self.config.device,
             "cuda_visible_devices": devices,
         }
-        handle = actor.remote(self.path, self.config.dtype, **options)
+        handle = actor.remote(path, self.config.dtype, **options)
         hosted = DiffusersReplica(handle, self.config.max_batch_size, name=f"diffusers-{place}")
         async with asyncio.timeout(self.config.router.start_timeout_s):
             await hosted.backend.call(RolloutBackend.health)  # queued behind the loading, whose errors come out here

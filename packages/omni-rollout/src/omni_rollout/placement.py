@@ -34,7 +34,7 @@ def assign_nodes(
     """
     if strategy not in ("pack", "spread"):
         raise RolloutConfigError(f"placement={strategy!r} must be 'pack' or 'spread'.")
-    room = {node.node_id: _slots(node, gpus, cpus) for node in nodes}
+    room = {node.node_id: slots(node, gpus, cpus) for node in nodes}
     if sum(room.values()) < replicas:
         free = "; ".join(f"{node.name}: {node.gpus:g} GPUs, {node.cpus:g} CPUs" for node in nodes) or "no node"
         missing = replicas - sum(room.values())
@@ -79,7 +79,7 @@ def assign_beside(
         devices[node_id].append(str(gpu))
     places: list[tuple[Node, str]] = []
     for node_id, held in devices.items():
-        room = _slots(known[node_id], 0, cpus)
+        room = slots(known[node_id], 0, cpus)
         cuts = [held[start : start + gpus] for start in range(0, len(held) - gpus + 1, gpus)][:room]
         places += [(known[node_id], ",".join(cut)) for cut in cuts]
     if len(places) < replicas:
@@ -93,7 +93,8 @@ def assign_beside(
     return places[:replicas]
 
 
-def _slots(node: Node, gpus: int, cpus: float) -> int:
+def slots(node: Node, gpus: int, cpus: float) -> int:
+    """Replicas that a node has room for."""
     limits = [int(free // need) for free, need in ((node.gpus, gpus), (node.cpus, cpus)) if need > 0]
     return min(limits) if limits else 10**6
 

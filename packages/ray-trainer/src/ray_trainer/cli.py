@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from diffusion_losses.specs import find_loss, known_losses
 
-from ray_trainer.cluster import prepare_environment, ray_session
+from ray_trainer.card_memory import foresee
+from ray_trainer.cluster import cluster_address, prepare_environment, ray_session
 from ray_trainer.config import RunConfig, compose, to_yaml
 from ray_trainer.errors import Interrupted, TrainerError, TrainingFailed
+from ray_trainer.machines import check_machines
 from ray_trainer.output import safe_output
 from ray_trainer.validate import validate_config
 from ray_trainer.values import expand
@@ -120,10 +122,12 @@ def _run(app: App, argv: list[str]) -> int:
         if config.trainer.algorithm or config.algorithm.options:
             _algorithm(app, config)  # the program's own is not imported for a check: it needs torch
         if dry_run:
-            print(to_yaml(config) + "".join(f"# {line}\n" for line in plan), end="")
+            print(to_yaml(config) + "".join(f"# {line}\n" for line in [*plan, *foresee(config)]), end="")
             return 0
         print("\n".join(plan), flush=True)
         with ray_session(config.ray):
+            if cluster_address(config.ray):
+                check_machines(config)
             _algorithm(app, config)(config).fit()
         return 0
     except (TrainerError, OSError) as error:

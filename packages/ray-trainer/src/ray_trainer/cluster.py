@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,18 @@ ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",  # spinning OpenMP threads starve the reward workers on a laptop
     "TOKENIZERS_PARALLELISM": "false",
 }
+
+
+FORWARDED = (
+    "HF_*", "HUGGINGFACE_*", "TRANSFORMERS_*", "DIFFUSERS_*", "NCCL_*", "GLOO_*", "TORCH_NCCL_*", "WANDB_*", "MLFLOW_*",
+    "*_proxy", "*_PROXY", "OPENAI_*", "OMNI_ROLLOUT_*", FOLDERS,
+)  # fmt: skip
+"""Variables of the command's environment that a cluster's processes get too; no others. Their values are never printed."""
+
+
+def forwarded() -> dict[str, str]:
+    """What a cluster's processes get of this process's environment."""
+    return {name: value for name, value in os.environ.items() if any(fnmatchcase(name, one) for one in FORWARDED)}
 
 
 def prepare_environment() -> None:
@@ -151,9 +164,8 @@ def ray_session(config: RayConfig) -> Iterator[None]:
         return
     address = cluster_address(config)
     env: dict[str, Any] = {
-        # Where a person's own files are; on another machine they lie in the same place.
         "runtime_env": {
-            "env_vars": ENVIRONMENT | {FOLDERS: os.environ.get(FOLDERS, "")},
+            "env_vars": ENVIRONMENT | forwarded(),
             "worker_process_setup_hook": "ray_trainer.doors.search_folders",
         },
         "log_to_driver": False,

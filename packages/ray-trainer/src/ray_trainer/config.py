@@ -172,6 +172,8 @@ class RayConfig:
     """Ray takes no less than 75, and no more than the machine has."""
     worker_threads: Annotated[int, Interval(ge=0, le=1024)] = 0
     """Torch threads of a training process; 0 takes every core."""
+    gpu_memory_gb: Annotated[float, Interval(gt=0, le=10_000)] | None = None
+    """Memory of a GPU in 1e9 bytes, for the sums that place the weights; null asks the GPUs. --dry-run without one takes 85."""
 
 
 @dataclass
@@ -192,7 +194,7 @@ class RunConfig:
     @property
     def shares_weights(self) -> bool:
         """Whether the trainers sample with their own weights; else replicas in other processes do."""
-        return self.rollout.backend == "diffusers" and self.rollout.num_replicas == 1
+        return self.rollout.backend == "diffusers" and self.rollout.num_replicas in (None, 1)
 
     @property
     def rollout_means(self) -> bool:

@@ -14,8 +14,9 @@ from omni_rollout.samples import in_order
 from omni_rollout.types import GenerationRequest
 from tensordict import TensorDict
 
+from ray_trainer.card_memory import place, text_bound
 from ray_trainer.config import RunConfig, updates_per_step
-from ray_trainer.errors import TrainerError
+from ray_trainer.machines import reserve
 from ray_trainer.workers import ActorRolloutRefWorker as Worker
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+CPUS = 0.5
+"""That Ray sets aside for a training process."""
 
 
 class WorkerGroup:
@@ -36,30 +39,33 @@ class WorkerGroup:
         import ray
 
         self._ray, self.config, self.size = ray, config, config.trainer.num_workers
-        gpus = int(ray.cluster_resources().get("GPU", 0))
-        use_gpu = config.actor.fsdp_config.device != "cpu" and gpus > 0
-        if use_gpu and gpus < self.size:
-            raise TrainerError(
-                f"trainer.num_workers={self.size} needs {self.size} GPUs and Ray sees {gpus}; ask for {gpus} or fewer, or "
-                "set actor.fsdp_config.device=cpu"
-            )
-        self.gpus = self.size if use_gpu else 0
+        self.gang, use_gpu = reserve(config, CPUS)
         remote: Any = ray.remote  # its types know no concurrency groups
         # The update fills the card's memory with activations, whose sizes change: fixed segments would leave gaps of a tenth.
         memory = {"PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")}
         actor = remote(
             num_gpus=int(use_gpu),
-            num_cpus=0.5,
+            num_cpus=CPUS,
             concurrency_groups={ASIDE: 1},
             runtime_env={"env_vars": memory} if use_gpu else None,
         )(Worker)
         self.workers = [
-            Remote(actor.remote(config, rank=rank, world_size=self.size), f"worker-{rank}") for rank in range(self.size)
+            Remote(
+                actor.options(scheduling_strategy=self.gang.strategy(rank)).remote(
+                    config, rank=rank, world_size=self.size
+                ),
+                f"worker-{rank}",
+            )
+            for rank in range(self.size)
         ]
         try:
+            # Once per machine first: a model from the Hub is downloaded there once.
+            firsts = [self.workers[self.gang.nodes.index(node)] for node in dict.fromkeys(self.gang.nodes)]
+            needs = ray.get([worker.submit(Worker.needs, text_bound(config)) for worker in firsts])[0]
+            self.placement = place(config, self.gang.machines, needs, min(self.call(Worker.card_bytes)))
             # Rank 0 names the place where the process group meets.
-            place = ray.get(self.workers[0].submit(Worker.meeting_point)) if self.size > 1 else None
-            self.call(Worker.init_model, place)
+            meeting = ray.get(self.workers[0].submit(Worker.meeting_point)) if self.size > 1 else None
+            self.call(Worker.init_model, meeting, self.placement.sharding, self.placement.fsdp_size)
         except Exception:
             self.close()
             raise
@@ -132,6 +138,7 @@ class WorkerGroup:
         """End the processes."""
         for worker in self.workers:
             self._ray.kill(worker.actor)
+        self.gang.release()
 
 
 def fill_up(batch: TensorDict, multiple: int) -> TensorDict:

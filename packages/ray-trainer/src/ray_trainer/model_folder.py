@@ -187,14 +187,15 @@ def check_scheduler(folder: Path, pipeline: str) -> None:
             )
 
 
-def transformer_size(folder: Path) -> int:
-    """Parameters of the transformer of a folder that `check_folder` has passed, from the headers of its weights."""
-    return sum(
-        math.prod(entry["shape"])
-        for file in _weight_files(folder / "transformer", _SINGLE)
+def part_shapes(folder: Path, part: str = "transformer") -> dict[str, tuple[int, ...]]:
+    """Shapes of a part's tensors by name, from the headers of its weights, in a folder that `check_folder` has passed."""
+    stem = _SINGLE if read_index(folder)[part][0] == "diffusers" else "model"
+    return {
+        name: tuple(entry["shape"])
+        for file in _weight_files(folder / part, stem)
         for name, entry in read_header(file).items()
         if name != "__metadata__"
-    )
+    }
 
 
 def size_multiple(folder: Path, pipeline: str) -> int | None:

@@ -69,6 +69,16 @@ def fetch(location: str) -> Path:
     return locate(location) or _download(location)
 
 
+def check_present(location: str, folder: Path) -> Path:
+    """The folder, or `TrainerError` where this machine has no pipeline in it."""
+    if (folder / "model_index.json").is_file():
+        return folder
+    raise TrainerError(
+        f"model.path={location!r} is not there (no {folder / 'model_index.json'}); copy it to the same path on every machine, "
+        "mount it, or give a Hugging Face Hub id"
+    )
+
+
 def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
 

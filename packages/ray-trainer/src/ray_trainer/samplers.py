@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from lora_sync import verify
@@ -18,7 +19,7 @@ from omni_rollout.samples import Chunk
 from omni_rollout.types import GenerationRequest
 
 from ray_trainer.config import RunConfig
-from ray_trainer.models import fetch
+from ray_trainer.machines import fetch_everywhere, machines
 from ray_trainer.step_metrics import Metrics
 from ray_trainer.workers import ActorRolloutRefWorker as Worker
 
@@ -106,17 +107,17 @@ class FleetSampler:
 
     @classmethod
     async def launch(cls, config: RunConfig, workers: WorkerGroup) -> FleetSampler:
-        """Start the replicas: on GPUs of their own where there are enough, else beside the trainers on theirs."""
+        """Start the replicas where `card_memory.place` has put them."""
         import ray
 
-        rollout, gpus = config.rollout, int(ray.cluster_resources().get("GPU", 0))
-        beside = None
-        if rollout.backend == "vllm_omni":
-            if gpus == 0:
-                os.environ.setdefault("OMNI_ROLLOUT_CPU", "1")
-            elif gpus < workers.gpus + rollout.num_replicas * rollout.vllm_omni.tensor_model_parallel_size:
-                beside = workers.gpu_places()
-        fleet = await Fleet.launch(rollout, str(fetch(config.model.path)), cpus=0.25, beside=beside)
+        placed, engine = workers.placement, replace(config.rollout.vllm_omni)
+        engine.tensor_model_parallel_size = placed.tensor_parallel
+        rollout = replace(config.rollout, num_replicas=placed.engines, vllm_omni=engine)
+        if rollout.backend == "vllm_omni" and not ray.cluster_resources().get("GPU"):
+            os.environ.setdefault("OMNI_ROLLOUT_CPU", "1")
+        beside = workers.gpu_places() if placed.beside else None
+        paths = fetch_everywhere(config.model.path, machines())
+        fleet = await Fleet.launch(rollout, paths, cpus=0.25, beside=beside)
         return cls(config, workers, fleet, beside is not None)
 
     def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:

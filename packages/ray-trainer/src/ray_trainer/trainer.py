@@ -105,6 +105,8 @@ class RayDiffusionTrainer(ABC):
         # Workers first: what they refuse is refused before anything is written.
         self.workers = WorkerGroup(self.config)
         stack.callback(self._quietly, self.workers.close)
+        for line in self.workers.placement.lines:
+            self.echo(line)
         self._runner = stack.enter_context(asyncio.Runner())
         self.sampler = self._runner.run(open_sampler(self.config, self.workers))
         stack.callback(self._quietly, lambda: self._runner.run(self.sampler.close()))

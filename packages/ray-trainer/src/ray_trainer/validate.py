@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from importlib.util import find_spec
 
+from ray_trainer.card_memory import check_heads
 from ray_trainer.cluster import check_ray
 from ray_trainer.config import RunConfig, check_values, to_tree, updates_per_step
 from ray_trainer.errors import TrainerError
-from ray_trainer.model_folder import ARCHITECTURES, check_folder, read_index, size_multiple, transformer_size
+from ray_trainer.model_folder import ARCHITECTURES, check_folder, part_shapes, read_index, size_multiple
 from ray_trainer.models import locate, pipeline_class
 from ray_trainer.prompts import Prompt, PromptSampler, check_lengths, load_prompt_sets
 from ray_trainer.resume import check_resume
@@ -44,7 +46,7 @@ def _check_model(config: RunConfig) -> tuple[str, list[str]]:
     try:
         pipeline = check_folder(folder)
         known = any(pipeline == architecture.pipeline for architecture in ARCHITECTURES.values())
-        return pipeline, _warn_about_size(config, transformer_size(folder)) if known else []
+        return pipeline, _warn_about_size(config, sum(map(math.prod, part_shapes(folder).values()))) if known else []
     except TrainerError as error:
         raise TrainerError(f"model.path={location!r}: {error}") from error
 
@@ -162,6 +164,7 @@ def validate_config(config: RunConfig) -> list[str]:
     folder = locate(config.model.path)
     if folder is not None:
         check_experts(config, read_index(folder))
+        check_heads(config, folder)
         _check_size(config, size_multiple(folder, pipeline))
         drawn = ((train, r.pipeline), (val[: d.val_max_prompts], r.val_kwargs.pipeline))
         check_lengths(

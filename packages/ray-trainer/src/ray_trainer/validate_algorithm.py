@@ -80,13 +80,15 @@ def _check_guidance(config: RunConfig) -> None:
 
 
 def check_experts(config: RunConfig, index: Mapping[str, Any]) -> None:
-    """Two experts behind one module (Wan2.2 A14B): processes that share it must enter the same one together.
+    """Two experts behind one module (Wan2.2 A14B): processes that share its weights must enter the same one together.
 
     Args:
         index: content of the model's `model_index.json`.
     """
     loss, share = config.actor.diffusion_loss, config.algorithm.step_fraction
-    if index.get("boundary_ratio") is None or config.trainer.num_workers == 1:
+    # Whole copies need nothing of each other. A worker asks again once it is known whether they are whole.
+    shared = config.trainer.num_workers > 1 and config.actor.fsdp_config.sharding == "shard"
+    if index.get("boundary_ratio") is None or not shared:
         return
     causes = {
         f"loss_mode={loss.loss_mode} draws a noise level for each sample": not loss.spec.replays,
@@ -96,8 +98,9 @@ def check_experts(config: RunConfig, index: Mapping[str, Any]) -> None:
         require(
             not holds,
             f"model.path={config.model.path!r} has two experts (boundary_ratio={index['boundary_ratio']}), and {cause}: with "
-            f"trainer.num_workers={config.trainer.num_workers} processes would wait for each other in different experts; set "
-            "trainer.num_workers=1, or take a loss that trains the same steps of all samples (algorithm.step_fraction=1)",
+            f"trainer.num_workers={config.trainer.num_workers} processes that share weights would wait for each other in different "
+            "experts; set actor.fsdp_config.sharding=replicate or trainer.num_workers=1, or take "
+            "a loss that trains the same steps of all samples (algorithm.step_fraction=1)",
         )
 
 

@@ -13,14 +13,16 @@ import torch
 from omni_rollout.types import GenerationRequest
 from tensordict import TensorDict
 
-from ray_trainer.cluster import available_cpus
+from ray_trainer.card_memory import GB, Needs, measure
+from ray_trainer.cluster import available_cpus, memory_mb
 from ray_trainer.config import RunConfig, updates_per_step
 from ray_trainer.model_folder import read_index
-from ray_trainer.models import fetch
+from ray_trainer.models import check_present, fetch
 from ray_trainer.validate_algorithm import check_experts
 
 if TYPE_CHECKING:
     from diffusion_losses import Statistic
+    from fsdp_diffusers_engine.config import Sharding
     from lora_sync import LoRAPayload
 
 
@@ -44,12 +46,29 @@ class ActorRolloutRefWorker:
 
         return meeting_point()
 
-    def init_model(self, meeting_point: str | None = None) -> None:
-        """Join the process group when there are several processes, and build engine and backend."""
+    def needs(self, text: int) -> Needs | None:
+        """What the model needs on a card, with prompts of `text` tokens; fetches it first. None for weights that are not read."""
+        folder = check_present(self.config.model.path, fetch(self.config.model.path))
+        return None if self.config.model.transformer_config else measure(folder, self.config, text)
+
+    def card_bytes(self) -> float:
+        """Memory of this process's GPU, or its share of the machine's."""
+        if torch.cuda.is_available() and self.config.actor.fsdp_config.device != "cpu":
+            return self.config.ray.gpu_memory_gb * GB if self.config.ray.gpu_memory_gb else torch.cuda.mem_get_info()[1]
+        return memory_mb() * 2**20 / self.world_size
+
+    def init_model(self, meeting_point: str | None = None, sharding: Sharding = "auto", fsdp_size: int = -1) -> None:
+        """Join the process group when there are several processes, and build engine and backend.
+
+        Args:
+            meeting_point: where the processes find each other.
+            sharding, fsdp_size: what `card_memory.place` chose.
+        """
         from fsdp_diffusers_engine.config import TrainingWorkerConfig
         from fsdp_diffusers_engine.worker import TrainingWorker
 
         actor = self.config.actor
+        actor.fsdp_config.sharding, actor.fsdp_config.fsdp_size = sharding, fsdp_size
         folder = fetch(actor.model_config.path)
         check_experts(self.config, read_index(folder))  # a model from the Hub is first seen here
         actor.model_config.path = str(folder)

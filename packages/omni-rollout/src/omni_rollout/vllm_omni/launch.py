@@ -51,6 +51,6 @@ def start_engine(config: DiffusionRolloutConfig, path: str, cuda_visible_devices
         "max_cpu_loras": 4,
         **settings.engine_kwargs,
     }
-    if settings.tensor_model_parallel_size > 1:
-        keywords["tensor_parallel_size"] = settings.tensor_model_parallel_size
+    if settings.gpus > 1:
+        keywords["tensor_parallel_size"] = settings.gpus
     return AsyncOmni(model=path, **keywords)

@@ -50,7 +50,7 @@ class vLLMOmniReplica(Replica):
     @property
     def gpus(self) -> int:
         """GPUs that the engine needs: one per tensor-parallel rank, none on the CPU platform."""
-        return 0 if self._on_cpu() else self.config.vllm_omni.tensor_model_parallel_size
+        return 0 if self._on_cpu() else self.config.vllm_omni.gpus
 
     @staticmethod
     def _on_cpu() -> bool:

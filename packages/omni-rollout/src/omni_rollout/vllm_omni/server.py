@@ -55,7 +55,7 @@ class vLLMOmniHttpServer:
         self._boundary: float | None = index.get("boundary_ratio")  # Wan's two experts
         self.lifecycle = Lifecycle(needs_sync=standalone)
         self.engine: Any = None
-        several = config.vllm_omni.tensor_model_parallel_size > 1
+        several = config.vllm_omni.gpus > 1
         self._weights = EngineWeights(self._rpc, self.lifecycle, use_shm=several)
         self._ids: set[str] = set()
         self._generated = 0

@@ -1,0 +1,358 @@
+"""Whether a whole copy of the model fits a card: sums of bytes, from the headers of its files, before anything is loaded.
+
+Replicated weights are never gathered, so they are the first choice; where they do not fit, the ranks of one machine share them.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fsdp_diffusers_engine.config import Sharding
+
+from ray_trainer.cluster import cluster_address, memory_mb
+from ray_trainer.config import RunConfig
+from ray_trainer.errors import TrainerError
+from ray_trainer.model_folder import part_shapes, parts, read_index, size_multiple
+from ray_trainer.models import locate
+from ray_trainer.prompts import ROOM, load_prompt_sets
+
+GB = 1e9
+USABLE = 0.92
+"""Of a card's memory; the rest is gaps between the allocator's pieces."""
+_REST = 3 * GB
+"""CUDA's context, NCCL's buffers, what a decoded picture takes."""
+_KEPT = 16
+"""Vectors of the model's width that a block keeps for its backward, per token: 13 measured compiled, 20 computed for eager."""
+_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
+_BLOCK = re.compile(r"(.*?\.\d+)\.")
+_ATTENTION = re.compile(r".*\.(attn\d?|attention)\..*")
+_MLP = re.compile(r".*\.(\w*mlp|ff|ffn|ff_context|feed_forward|proj_mlp|proj_out)(\..*|$)")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes on one card, if it holds all of a model."""
+
+    base: float
+    """Transformer, in the dtype that it is stored in."""
+    trained: float
+    """Adapters with gradient and AdamW's moments."""
+    encoders: float
+    """Text encoders and VAE."""
+    update: float
+    """Activations of a micro-batch."""
+    rollout: float
+    """Activations of a batch of samples."""
+    blocks: int
+    """Of the transformer: units that are gathered one by one."""
+    heads: int | None = None
+    """Of its attention; a tensor-parallel size must divide them."""
+
+
+def text_bound(config: RunConfig) -> int:
+    """Most tokens of any prompt: no tokenizer makes more than the text has bytes."""
+    texts = [text for prompts in load_prompt_sets(config.data) for p in prompts for text in (p.text, p.negative or "")]
+    drawn = config.rollout.pipeline
+    longest = max(len(text.encode()) for text in [*texts, drawn.negative_prompt]) + ROOM
+    return min(longest, drawn.max_sequence_length)
+
+
+def measure(folder: Path, config: RunConfig, text: int) -> Needs:
+    """What a model needs under a config.
+
+    Args:
+        folder: of the pipeline.
+        config: of the run.
+        text: tokens of the longest prompt.
+
+    Raises:
+        TrainerError: a file of the folder is not what its name says.
+    """
+    model, actor, drawn = config.model, config.actor, config.rollout.pipeline
+    named = parts(folder)
+    trained_parts = (
+        [model.transformer_subfolder] if model.transformer_subfolder else [p for p in named if "transformer" in p]
+    )
+    shapes = [part_shapes(folder, part) for part in trained_parts]
+    count = sum(math.prod(shape) for part in shapes for shape in part.values())
+    base, dtype = count * _BYTES[actor.fsdp_config.model_dtype], _BYTES[config.rollout.dtype]
+    # One transformer after the other computes (Wan's experts), so activations are those of one.
+    layers = {name: s for name, s in shapes[0].items() if len(s) == 2 and _BLOCK.match(name)}
+    blocks = len({m[1] for name in layers if (m := _BLOCK.match(name))})
+    adapters = sum(
+        model.lora_rank * sum(shape)
+        for part in shapes
+        for name, shape in part.items()
+        if len(shape) == 2 and _adapted(name.removesuffix(".weight"), config)
+    )
+    states = len(set(model.policy_state_adapters) - {"default", "reference"}) + (actor.fsdp_config.ema_decay > 0)
+    trained = adapters * _BYTES[model.lora_dtype] * (4 + states) if model.lora_rank else base * (3 + states)
+    encoders = sum(
+        math.prod(shape)
+        for part in named
+        if part.startswith("text_encoder") or part == "vae"
+        for shape in part_shapes(folder, part).values()
+    )
+    width = min((min(shape) for name, shape in layers.items() if _ATTENTION.match(name)), default=0)
+    cell = size_multiple(folder, read_index(folder)["_class_name"]) or 16
+    frames = 1 + (drawn.num_frames - 1) // 4
+    tokens = drawn.height * drawn.width / cell**2 * frames + text
+    row = tokens * width * _BYTES["bf16" if dtype == 2 else "fp32"]
+    guided = 2 if drawn.true_cfg_scale > 1 else 1  # both passes are kept until the backward
+    kept = blocks if model.enable_gradient_checkpointing else blocks * _KEPT
+    update = actor.ppo_micro_batch_size_per_gpu * row * (guided * kept + 2 * _KEPT)
+    engine = config.rollout.backend == "vllm_omni"
+    batch = config.rollout.vllm_omni.max_num_seqs if engine else config.rollout.max_batch_size
+    heads = attention_heads(folder)
+    return Needs(base, trained, encoders * dtype, update, batch * row * _KEPT, blocks, heads)
+
+
+def _adapted(name: str, config: RunConfig) -> bool:
+    """Whether a linear layer gets an adapter, as PEFT reads `target_modules`; the two words mean what the model specs list."""
+    target, exclude = config.model.target_modules, config.model.exclude_modules
+    if target in ("all-linear", "attention"):
+        inside = bool(_BLOCK.match(name)) and "norm" not in name
+        found = inside and bool(_ATTENTION.match(name) or (target == "all-linear" and _MLP.match(name)))
+    else:
+        found = _matches(name, target)
+    return found and not (exclude is not None and _matches(name, exclude))
+
+
+def _matches(name: str, pattern: object) -> bool:
+    if isinstance(pattern, str):
+        return re.fullmatch(pattern, name) is not None
+    return any(name == str(end) or name.endswith(f".{end}") for end in pattern)  # type: ignore[attr-defined]
+
+
+def attention_heads(folder: Path) -> int | None:
+    """Of the transformer; None where its config does not say."""
+    config = json.loads((folder / "transformer" / "config.json").read_text(encoding="utf-8"))
+    found: int | None = config.get("num_attention_heads", config.get("n_heads"))
+    return found
+
+
+def check_heads(config: RunConfig, folder: Path) -> None:
+    """Raise `TrainerError` unless GPUs that share a sample's attention can share its heads evenly."""
+    heads, fsdp = attention_heads(folder), config.actor.fsdp_config
+    for key, size in (
+        ("rollout.vllm_omni.tensor_model_parallel_size", config.rollout.vllm_omni.gpus),
+        ("actor.fsdp_config.ulysses_sequence_parallel_size", fsdp.ulysses_sequence_parallel_size),
+    ):
+        if heads and heads % size:
+            divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+            raise TrainerError(
+                f"{key}={size} does not divide the {heads} attention heads of the model; use one of {divisors}"
+            )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs of a machine, and training processes on it."""
+
+    gpus: int
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What lies where."""
+
+    sharding: Sharding
+    """replicate or shard."""
+    fsdp_size: int
+    """Ranks that share one copy; -1 for whole copies."""
+    engines: int = 0
+    """Replicas with weights of their own."""
+    tensor_parallel: int = 1
+    """GPUs of one of them."""
+    beside: bool = False
+    """Whether they share the trainers' GPUs."""
+    lines: tuple[str, ...] = ()
+    """What to tell a person."""
+
+
+def place(config: RunConfig, machines: Sequence[Machine], needs: Needs | None, card: float) -> Placement:
+    """Whole copies or shards, and where replicas of the policy go.
+
+    Args:
+        machines: those of the cluster.
+        needs: of the model; None while it is not on this machine.
+        card: bytes of the smallest GPU, or of a process's share of memory on machines without.
+
+    Raises:
+        TrainerError: replicas or workers that find no GPU, or shards that no group of workers makes.
+    """
+    rollout, ranks = config.rollout, config.trainer.num_workers
+    gpus = sum(machine.gpus for machine in machines)
+    size = _shard_size(config, machines)
+    options, lacking = list[Placement](), ""
+    for split in _tensor_sizes(config, machines, needs):
+        own = sum((machine.gpus - machine.ranks) // split for machine in machines) if split and gpus else 0
+        room = sum(machine.ranks // split for machine in machines) if split and gpus else 0
+        beside = bool(split and gpus) and own < (rollout.num_replicas or 1)
+        engines = 0 if config.shares_weights else rollout.num_replicas or (room if beside else own) or 1
+        if beside and engines > room:
+            lacking = lacking or (
+                f"rollout.num_replicas={engines} of {split} GPUs each find neither {engines * split} free GPUs beside "
+                f"trainer.num_workers={ranks} nor room on theirs ({gpus} GPUs in all); ask for {max(own, room)} or fewer, or leave "
+                "rollout.num_replicas and rollout.vllm_omni.tensor_model_parallel_size at null"
+            )
+            continue
+        options += [
+            Placement(sharding, size if sharding == "shard" else -1, engines, split or 1, beside)
+            for sharding in _kinds(config, size)
+        ]
+    if not options:
+        raise TrainerError(lacking)
+    usable = USABLE * card
+    totals = [sum(_rows(config, needs, option).values()) if needs else 0.0 for option in options]
+    number = next((n for n, total in enumerate(totals) if total <= usable), len(options) - 1)
+    chosen = options[number]
+    lines = [_describe(config, chosen)]
+    busy = ranks + (
+        0 if chosen.beside or not gpus else chosen.engines * chosen.tensor_parallel * (rollout.backend == "vllm_omni")
+    )
+    if gpus > busy:
+        lines.append(
+            f"warning: {gpus - busy} of {gpus} GPUs have no work; raise trainer.num_workers"
+            + ("" if config.shares_weights else ", or rollout.num_replicas")
+        )
+    if needs and needs.base > GB / 2:
+        shown = [o for o in options if (o.engines, o.tensor_parallel) == (chosen.engines, chosen.tensor_parallel)]
+        lines += _table(config, needs, shown, usable, card)
+        if totals[number] > usable:
+            lines.append(
+                f"warning: by these sums {totals[number] / GB:.1f} GB are needed on a GPU and {usable / GB:.1f} are there; lower "
+                "actor.ppo_micro_batch_size_per_gpu, or share one copy among more GPUs (actor.fsdp_config.fsdp_size)"
+            )
+    return replace(chosen, lines=tuple(lines))
+
+
+def _kinds(config: RunConfig, size: int) -> list[Sharding]:
+    """What to consider, the better first."""
+    fsdp, ranks = config.actor.fsdp_config, config.trainer.num_workers
+    if fsdp.sharding == "shard" and size == 1 < ranks and fsdp.fsdp_size == -1:
+        raise TrainerError(
+            f"actor.fsdp_config.sharding=shard divides a copy among the training processes of one machine, and no machine has two "
+            f"of the {ranks}; set actor.fsdp_config.fsdp_size={ranks} to share one copy across machines, or sharding=replicate"
+        )
+    if fsdp.sharding != "auto":
+        return [fsdp.sharding]
+    if fsdp.offload_policy or fsdp.fsdp_size != -1:
+        return ["shard"]
+    return ["replicate"] if size == 1 else ["replicate", "shard"]
+
+
+NODE_GPUS = 8
+"""GPUs of a machine, and 1e9 bytes of one (what cards sold with 80 GB have), of a cluster that cannot be asked."""
+NODE_GPU_GB = 85.0
+
+
+def foresee(config: RunConfig) -> list[str]:
+    """What `place` will say, before Ray is there: for the GPUs of this machine, or for those that `trainer.num_workers` needs.
+
+    Raises:
+        TrainerError: as `place`.
+    """
+    ranks, ray, folder = config.trainer.num_workers, config.ray, locate(config.model.path)
+    if folder is None or config.model.transformer_config:
+        return ["placement: decided when the model is on this machine"]
+    needs, here = measure(folder, config, text_bound(config)), [] if cluster_address(ray) else _gpus_here()
+    on_gpu = config.actor.fsdp_config.device != "cpu" and bool(
+        here or cluster_address(ray) or ray.gpu_memory_gb or needs.base > GB
+    )
+    if not on_gpu:
+        return list(place(config, [Machine(0, ranks)], needs, memory_mb() * 2**20 / ranks).lines)
+    if here:
+        if len(here) < ranks:
+            raise TrainerError(
+                f"trainer.num_workers={ranks} needs {ranks} GPUs and this machine has {len(here)}; ask for {len(here)} or fewer, "
+                "set ray.address to join a cluster, or actor.fsdp_config.device=cpu"
+            )
+        card = ray.gpu_memory_gb * GB if ray.gpu_memory_gb else min(here)
+        return list(place(config, [Machine(len(here), ranks)], needs, card).lines)
+    full, rest = divmod(ranks, NODE_GPUS)
+    guess = [Machine(NODE_GPUS, NODE_GPUS)] * full + ([Machine(rest, rest)] if rest else [])
+    card = ray.gpu_memory_gb or NODE_GPU_GB
+    told = (
+        f"  for {ranks} GPUs of {card:g} GB, at most {NODE_GPUS} on a machine; the cluster's own count when it starts"
+    )
+    first, *lines = place(config, guess, needs, card * GB).lines
+    return [first, told, *lines]
+
+
+def _gpus_here() -> list[float]:
+    """Bytes of each GPU of this machine."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [float(line) * 2**20 for line in said.split() if line.isdigit()]
+
+
+def _shard_size(config: RunConfig, machines: Sequence[Machine]) -> int:
+    """Ranks that share a copy: those of one machine, and more only where the config says so."""
+    asked = config.actor.fsdp_config.fsdp_size
+    return math.gcd(*(machine.ranks for machine in machines)) if asked == -1 else asked
+
+
+def _tensor_sizes(config: RunConfig, machines: Sequence[Machine], needs: Needs | None) -> list[int]:
+    """GPUs that one replica may take, the fewest first; 0 for one that needs none."""
+    rollout = config.rollout
+    if config.shares_weights or rollout.backend == "diffusers":
+        return [0 if config.shares_weights or rollout.device == "cpu" else 1]
+    if rollout.vllm_omni.tensor_model_parallel_size is not None:
+        return [rollout.vllm_omni.tensor_model_parallel_size]
+    heads, most = (needs and needs.heads) or 1, max((machine.gpus for machine in machines), default=0)
+    return [n for n in (1, 2, 4, 8) if n == 1 or (n <= most and heads % n == 0)]
+
+
+def _rows(config: RunConfig, needs: Needs, option: Placement) -> dict[str, float]:
+    """Bytes on a trainer's card, or on an engine's own where that needs more, by what they are for."""
+    share = option.fsdp_size if option.sharding == "shard" else 1
+    gathered = 2 * needs.base / max(needs.blocks, 1) if share > 1 else 0.0
+    engine = needs.base / option.tensor_parallel + needs.encoders + needs.rollout
+    rows = {"transformer": needs.base / share + gathered, "adapters, gradient, optimizer": needs.trained / share}
+    if config.shares_weights:
+        rows |= {"text encoder, VAE": needs.encoders, "activations": max(needs.update, needs.rollout)}
+    elif option.beside:
+        sleeps = config.rollout.backend == "vllm_omni" and config.rollout.vllm_omni.enable_sleep_mode
+        both = max(engine, needs.update) if sleeps else engine + needs.update
+        rows["engine, or the update while it sleeps" if sleeps else "engine and update"] = both
+    else:
+        rows["activations"] = needs.update
+        spare = engine - sum(rows.values())
+        if option.engines and config.rollout.backend == "vllm_omni" and spare > 0:
+            rows["more on an engine's own card"] = spare
+    return rows | {"CUDA, NCCL, decoding": _REST}
+
+
+def _describe(config: RunConfig, chosen: Placement) -> str:
+    ranks, size = config.trainer.num_workers, chosen.fsdp_size
+    how = "a whole copy each" if chosen.sharding == "replicate" else f"one copy for each {size}"
+    how = how if ranks > 1 else how.removesuffix(" each")
+    text = f"placement: {ranks} training process{'es' if ranks > 1 else ''}, {how} (sharding={chosen.sharding})"
+    if not chosen.engines:
+        return f"{text}; they sample themselves"
+    where = "on the trainers' GPUs" if chosen.beside else "of their own"
+    over = f" over {chosen.tensor_parallel} GPUs each" if chosen.tensor_parallel > 1 else ""
+    return f"{text}; {chosen.engines} replica{'s' if chosen.engines > 1 else ''}{over} {where} sample"
+
+
+def _table(config: RunConfig, needs: Needs, options: Sequence[Placement], usable: float, card: float) -> list[str]:
+    """The sums of each option, in aligned columns."""
+    columns = [_rows(config, needs, option) for option in options]
+    heads = [o.sharding + (f" over {o.fsdp_size}" if o.sharding == "shard" else "") for o in options]
+    lines = [f"{'GB on a GPU':<38}" + "".join(f"{head:>15}" for head in heads)]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        lines.append(f"  {name:<36}" + "".join(f"{column.get(name, 0.0) / GB:>15.1f}" for column in columns))
+    totals = "".join(f"{sum(column.values()) / GB:>15.1f}" for column in columns)
+    return [*lines, f"  {'in all':<36}{totals}   of {usable / GB:.1f} ({USABLE:.0%} of {card / GB:.1f})"]
