@@ -109,7 +109,6 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, complaint, tmp_p
         (["recipe=tiny_nft", "rollout.rollout_adapter=default"], "compares with the policy state old"),
         (["recipe=tiny_awm", "actor.ppo_mini_batch_size=24"], "set model.policy_state_adapters=[default,old]"),
         (["recipe=tiny_dpo", "actor.ppo_micro_batch_size_per_gpu=5"], "must be even"),
-        (["recipe=tiny_dpo", "actor.diffusion_loss.pair_layout=halves"], "use interleaved"),
         (
             ["recipe=tiny_dpo", "algorithm.pair_mode=worst"],
             "must be one of best_worst, all; did you mean 'best_worst'?",

@@ -166,14 +166,15 @@ def test_odd_rows_make_no_pairs():
         )
 
 
-def test_groups_of_pairs_fit_the_layout_they_are_in():
+def test_groups_of_pairs_are_interleaved():
     rewards, groups = torch.tensor([1.0, 2.0, 4.0, 3.0]), ["a", "a", "b", "b"]
     rows = make_pairs(rewards, groups).interleaved()
     output, data = forward()
     data["groups"] = [groups[i] for i in rows]
     diffusion_loss(DiffusionLossConfig("dpo"), output, data)
     data["groups"] = ["a", "b", "a", "b"]
-    diffusion_loss(DiffusionLossConfig("dpo", pair_layout="halves"), output, data)
+    with pytest.raises(LossError, match="rows 0 and 1 make a pair but belong to 'a' and 'b'"):
+        diffusion_loss(DiffusionLossConfig("dpo"), output, data)
 
 
 z3, o3 = torch.zeros(3), torch.ones(3)

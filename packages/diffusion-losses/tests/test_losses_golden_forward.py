@@ -53,15 +53,11 @@ def test_nft_terms(vector):
 
 
 @pytest.mark.golden("loss_dpo", "")
-@pytest.mark.parametrize("layout", ["halves", "interleaved"])
-def test_diffusion_dpo(vector, layout):
-    """FlowGRPO's vectors come in halves; verl-omni's layout is the same rows, interleaved."""
-    rows = vector.given["latents"].shape[0]
-    order = torch.arange(rows)
-    if layout == "interleaved":
-        order = order.reshape(2, -1).T.flatten()
+def test_diffusion_dpo(vector):
+    """FlowGRPO's vectors come in halves; here the same rows are interleaved."""
+    order = torch.arange(vector.given["latents"].shape[0]).reshape(2, -1).T.flatten()
     given = {name: tensor[order] for name, tensor in vector.given.items()}
-    config = DiffusionLossConfig("dpo", dpo_beta=vector.params["beta"], pair_layout=layout)
+    config = DiffusionLossConfig("dpo", dpo_beta=vector.params["beta"])
     velocity = given["v_theta"].clone().requires_grad_()
     data = {"x0": given["latents"], "noise": given["noise"], "ref_velocity": given["v_ref"]}
     out = diffusion_loss(config, {"velocity": velocity}, data)

@@ -90,16 +90,6 @@ def test_no_pickle_no_base_weights_and_nothing_half_written(
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == [".new.writing"]
 
 
-def test_keep_last(make_engine: Any, tmp_path: Path) -> None:
-    engine = make_engine(checkpoint={"max_ckpt_to_keep": 2, "save_contents": ["model", "extra"]})
-    (tmp_path / "mine").mkdir()
-    for step in (1, 2, 10):
-        engine.save_checkpoint(tmp_path / f"step_{step}", global_step=step)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "step_10", "step_2"]
-    engine.save_checkpoint(tmp_path / "step_11", global_step=11, max_ckpt_to_keep=1)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "step_11"]
-
-
 def test_what_does_not_fit_is_refused(make_engine: Any, make_batch: Any, tmp_path: Path) -> None:
     engine = make_engine(**OPTIONS)
     update(engine, make_batch())
@@ -120,5 +110,5 @@ def test_what_does_not_fit_is_refused(make_engine: Any, make_batch: Any, tmp_pat
         make_engine(**OPTIONS).load_checkpoint(path)
     light = make_engine(checkpoint={"save_contents": ["model"]})
     light.save_checkpoint(tmp_path / "light")
-    with pytest.raises(CheckpointError, match="load_contents"):
+    with pytest.raises(CheckpointError, match=r"holds \['model'\] and lacks \['extra', 'optimizer'\]"):
         engine.load_checkpoint(tmp_path / "light")

@@ -141,7 +141,6 @@ def test_wrong_settings_and_wrong_order_are_refused(make_engine: Any, tiny_qwen:
         ({"optim": {"betas": [0.9]}}, "betas"),
         ({"optim": {"lr": -1.0}}, "lr=-1.0"),
         ({"checkpoint": {"save_contents": ["modle"]}}, "model"),
-        ({"checkpoint": {"max_ckpt_to_keep": 0}}, "max_ckpt_to_keep"),
         ({"model": {"lora_rank": -1}}, "lora_rank"),
         ({"model": {"target_modules": ["to_kk"]}}, "to_k"),
         ({"model": {"target_modules": "attn\\..*x"}}, "matches no linear layer"),

@@ -21,7 +21,6 @@ PRESENTATION = {"app", "recipe"}
 
 REFUSED = {
     "model.lora.merge",
-    "actor.strategy",
     "actor.fsdp_config.ema_decay",
     "actor.fsdp_config.ulysses_sequence_parallel_size",
 }
@@ -59,21 +58,19 @@ READERS = {
     "actor.diffusion_loss.dppo_clamp_advantages",
     "diffusion_losses.forward_process:nft_loss": "actor.diffusion_loss.mix_beta actor.diffusion_loss.adaptive_weight_min "
     "actor.diffusion_loss.adv_mode actor.diffusion_loss.nft_form actor.diffusion_loss.nft_negative",
-    "diffusion_losses.preference:dpo_loss": "actor.diffusion_loss.dpo_beta actor.diffusion_loss.dpo_loss "
-    "actor.diffusion_loss.pair_layout",
+    "diffusion_losses.preference:dpo_loss": "actor.diffusion_loss.dpo_beta actor.diffusion_loss.dpo_loss",
     "diffusion_losses.forward_process:awm_loss": "actor.diffusion_loss.awm_weighting actor.diffusion_loss.awm_power "
     "actor.diffusion_loss.awm_advantage actor.diffusion_loss.awm_ratio",
     "diffusion_losses.config:DiffusionLossConfig": "actor.diffusion_loss.options",
     "fsdp_diffusers_engine.forward_process:_levels": "actor.forward_process.levels actor.forward_process.num_levels "
     "actor.forward_process.schedule_fraction actor.forward_process.logit_mean actor.forward_process.logit_std "
-    "actor.forward_process.shift actor.forward_process.min_sigma",
+    "actor.forward_process.shift",
     "fsdp_diffusers_engine.forward_process:ForwardProcess": "actor.forward_process.reference_state",
     "fsdp_diffusers_engine.optim:build_optimizer": "actor.optim.lr actor.optim.betas actor.optim.eps actor.optim.weight_decay",
     f"{ENGINE}.optimizer_step": "actor.optim.clip_grad",
-    f"{ENGINE}.save_checkpoint": "actor.checkpoint.save_contents actor.checkpoint.max_ckpt_to_keep",
-    f"{ENGINE}.load_checkpoint": "actor.checkpoint.load_contents",
+    f"{ENGINE}.save_checkpoint": "actor.checkpoint.save_contents",
     "fsdp_diffusers_engine": "actor.fsdp_config.device actor.fsdp_config.mixed_precision.param_dtype "
-    "actor.fsdp_config.mixed_precision.reduce_dtype actor.fsdp_config.sharding actor.fsdp_config.fsdp_size "
+    "actor.fsdp_config.sharding actor.fsdp_config.fsdp_size "
     "actor.fsdp_config.reshard_after_forward actor.fsdp_config.forward_prefetch actor.fsdp_config.offload_policy",
     f"{ENGINE}.velocity": "actor.fsdp_config.activation_offload",
     f"{WORKER}._join": "actor.fsdp_config.timeout_s",

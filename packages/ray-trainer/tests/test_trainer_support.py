@@ -18,7 +18,6 @@ REFUSED = {
     "rollout.vllm_omni.gpu_memory_utilization=0.6": "unknown config key",
     "rollout.vllm_omni.tensor_model_parallel_size=3": "does not divide the 4 attention heads",
     "app=dpo-online": "this program is flowgrpo",
-    "actor.strategy=fsdp3": "actor.strategy",
     "actor.fsdp_config.model_dtype=fp8": "model_dtype='fp8' must be one of fp32, float32, bf16",
     "model.lora_dtype=half": "model.lora_dtype='half' must be one of",
     "model.lora_init_weights=zeros": "one of gaussian, kaiming",

@@ -25,14 +25,13 @@ MaskBoundary = Literal["at_or_above", "above"]
 AdvantageMode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 NFTForm = Literal["adaptive", "theorem"]
 PreferenceLoss = Literal["sigmoid", "ipo", "hinge"]
-PairLayout = Literal["interleaved", "halves"]
 AWMWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 AWMAdvantage = Literal["raw", "unit"]
 RatioLevel = Literal["step", "trajectory"]
 Positive = Annotated[float, Interval(gt=0, le=1e9)]
 NotNegative = Annotated[float, Interval(ge=0, le=1e9)]
 MEAN_KL_KINDS, VELOCITY_KL_KINDS = get_args(MeanKLKind), get_args(VelocityKLKind)
-PREFERENCE_LOSSES, PAIR_LAYOUTS = get_args(PreferenceLoss), get_args(PairLayout)
+PREFERENCE_LOSSES = get_args(PreferenceLoss)
 CLIP_SPACES, MASK_BOUNDARIES = get_args(ClipSpace), get_args(MaskBoundary)
 ADVANTAGE_MODES, NFT_FORMS, AWM_WEIGHTINGS = get_args(AdvantageMode), get_args(NFTForm), get_args(AWMWeighting)
 
@@ -93,9 +92,6 @@ class DiffusionLossConfig:
     nft_negative: bool = True
 
     dpo_loss: PreferenceLoss = "sigmoid"
-    # "interleaved" (w0, l0, w1, l1, ...; verl-omni) survives being cut into micro-batches of even size;
-    # "halves" (w..., l...; FlowGRPO) does not, hence the default.
-    pair_layout: PairLayout = "interleaved"
 
     # AWM's published code uses ghuber, "unit" advantages and an inactive clip of 1; Flow-Factory uses uniform, "raw"
     # and a clip of 1e-4. The default is Flow-Factory's set because it is the one that goes with this config's

@@ -12,7 +12,7 @@ the SAME noise e and the same noise level, each against the reference's error:
                   mask (optional)     a pair counts when both of its rows do; the counted elements are PAIRS, also in
                   global_count
 
-Rows are interleaved (w0, l0, w1, l1, ...) or in halves (w..., l...), by `config.pair_layout`.
+Rows are interleaved (w0, l0, w1, l1, ...), so that micro-batches of an even size hold whole pairs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffusion_losses.config import PAIR_LAYOUTS, PREFERENCE_LOSSES, DiffusionLossConfig, require_positive
+from diffusion_losses.config import PREFERENCE_LOSSES, DiffusionLossConfig, require_positive
 from diffusion_losses.elements import (
     Source,
     element_mean,
@@ -44,23 +44,18 @@ def denoising_error(velocity: Tensor, target: Tensor, dims: int = 1) -> Tensor:
     return element_mean((upcast(velocity) - upcast(target)).square(), dims)
 
 
-def split_pairs(tensor: Tensor, layout: str = "interleaved") -> tuple[Tensor, Tensor]:
+def split_pairs(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of the winners and of the losers: [2M, ...] -> two [M, ...]."""
-    if layout not in PAIR_LAYOUTS:
-        raise unknown_name("layout", layout, PAIR_LAYOUTS)
     if tensor.shape[0] % 2 or tensor.shape[0] == 0:
         raise LossError(f"{tensor.shape[0]} rows do not make pairs; give 2M rows, each winner with its loser")
-    if layout == "interleaved":
-        return tensor[0::2], tensor[1::2]
-    half = tensor.shape[0] // 2
-    return tensor[:half], tensor[half:]
+    return tensor[0::2], tensor[1::2]
 
 
-def preference_margin(error: Tensor, ref_error: Tensor, layout: str = "interleaved") -> Tensor:
+def preference_margin(error: Tensor, ref_error: Tensor) -> Tensor:
     """-1/2 [(E_w - E_w_ref) - (E_l - E_l_ref)]: above zero where the policy prefers the winner more than the
     reference does.
     """
-    winner, loser = split_pairs(error - ref_error.detach(), layout)
+    winner, loser = split_pairs(error - ref_error.detach())
     return -0.5 * (winner - loser)
 
 
@@ -78,7 +73,7 @@ def preference_loss(margin: Tensor, beta: float, kind: str = "sigmoid") -> Tenso
 
 def dpo_loss(config: DiffusionLossConfig, model_output: Source, data: Source) -> ElementLoss:
     """The registered `dpo` mode; the module docstring gives formula and keys."""
-    mode, layout = config.loss_mode, config.pair_layout
+    mode = config.loss_mode
     velocity = require(model_output, "velocity", "model_output", mode)
     sigma = lookup(data, "sigma")
     dims = 2 if isinstance(sigma, Tensor) and sigma.ndim == 2 else 1
@@ -90,13 +85,13 @@ def dpo_loss(config: DiffusionLossConfig, model_output: Source, data: Source) ->
     error, ref_error = denoising_error(velocity, target, dims), denoising_error(ref, target, dims)
     mask = read_mask(data, shape, error)
     refuse_non_finite(mask, velocity_error=error, ref_velocity_error=ref_error)
-    margin = preference_margin(error, ref_error, layout)
-    _check_groups(lookup(data, "groups"), shape[0], layout)
-    both = torch.logical_and(*split_pairs(mask, layout))
+    margin = preference_margin(error, ref_error)
+    _check_groups(lookup(data, "groups"), shape[0])
+    both = torch.logical_and(*split_pairs(mask))
     objective = policy = preference_loss(
         torch.where(both, margin, torch.zeros_like(margin)), config.dpo_beta, config.dpo_loss
     )
-    gain_w, gain_l = split_pairs((ref_error - error).detach(), layout)
+    gain_w, gain_l = split_pairs((ref_error - error).detach())
     means = {
         "actor/dpo_loss": policy,
         "actor/dpo_margin": config.dpo_beta * margin,
@@ -105,7 +100,7 @@ def dpo_loss(config: DiffusionLossConfig, model_output: Source, data: Source) ->
         "actor/dpo_loser_gain": gain_l,
     }
     if config.ref_kl_coef > 0:
-        kl_w, kl_l = split_pairs(velocity_kl(velocity, ref, dims=dims), layout)
+        kl_w, kl_l = split_pairs(velocity_kl(velocity, ref, dims=dims))
         kl = (kl_w + kl_l) / 2.0
         means["actor/kl_loss"] = kl
         objective = objective + config.ref_kl_coef * kl
@@ -122,17 +117,15 @@ def regression_target(data: Source, loss_mode: str, velocity: Tensor, shape: tor
     return latent_sized("data['target']", target, shape, velocity).detach()
 
 
-def _check_groups(groups: Any, rows: int, layout: str) -> None:
+def _check_groups(groups: Any, rows: int) -> None:
     if groups is None:
         return
     ids = list(groups.tolist() if hasattr(groups, "tolist") else groups)
     if len(ids) != rows:
         raise LossError(f"data['groups'] has {len(ids)} ids for {rows} rows; give one id per row")
-    half = rows // 2
-    pairs = [(2 * i, 2 * i + 1) if layout == "interleaved" else (i, half + i) for i in range(half)]
-    for first, second in pairs:
-        if ids[first] != ids[second]:
+    for row in range(0, rows, 2):
+        if ids[row] != ids[row + 1]:
             raise LossError(
-                f"data['groups'] is not sorted in pairs: rows {first} and {second} make a pair but belong to "
-                f"{ids[first]!r} and {ids[second]!r}; index the batch with PairOutput.interleaved() or set pair_layout"
+                f"data['groups'] is not sorted in pairs: rows {row} and {row + 1} make a pair but belong to "
+                f"{ids[row]!r} and {ids[row + 1]!r}; index the batch with PairOutput.interleaved()"
             )

@@ -32,21 +32,17 @@ _CONTENTS = get_args(Content)
 
 def check_config(config: CheckpointConfig) -> None:
     """Refuse unknown contents before anything is trained."""
-    for field in ("save_contents", "load_contents"):
-        for entry in getattr(config, field):
-            if entry not in _CONTENTS:
-                raise EngineError(
-                    f"{field} has {entry!r}; use some of {_CONTENTS} (nearest: {nearest(entry, _CONTENTS, 1)})"
-                )
-    if config.max_ckpt_to_keep is not None and config.max_ckpt_to_keep < 1:
-        raise EngineError(f"max_ckpt_to_keep={config.max_ckpt_to_keep!r} must be at least 1, or null to keep all")
+    for entry in config.save_contents:
+        if entry not in _CONTENTS:
+            near = nearest(entry, _CONTENTS, 1)
+            raise EngineError(f"save_contents has {entry!r}; use some of {_CONTENTS} (nearest: {near})")
 
 
 @contextmanager
-def writing(path: Path, layout: Layout, keep: int | None) -> Iterator[Path]:
+def writing(path: Path, layout: Layout) -> Iterator[Path]:
     """A folder to write a checkpoint into, which takes the place of ``path`` once every rank has written its part.
 
-    An older checkpoint there is replaced only then; of those beside it, the newest ``keep`` stay. A collective.
+    An older checkpoint there is replaced only then. A collective.
     """
     first = layout.rank == 0
     temporary = path.with_name(f".{path.name}.writing")
@@ -64,7 +60,6 @@ def writing(path: Path, layout: Layout, keep: int | None) -> Iterator[Path]:
             path.rename(retired)
         temporary.rename(path)
         shutil.rmtree(retired, ignore_errors=True)
-        _prune(path, keep)
     _barrier(layout)
 
 
@@ -148,13 +143,12 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def check_fit(path: Path, record: Mapping[str, Any], wanted: set[str], architecture: str, lora: dict[str, int]) -> None:
-    """Refuse a checkpoint of another model or LoRA, or without what is wanted of it."""
-    missing = wanted - set(record["contents"])
-    if missing:
+def check_fit(path: Path, record: Mapping[str, Any], architecture: str, lora: dict[str, int]) -> None:
+    """Refuse a checkpoint of another model or LoRA, or without all that the next step depends on."""
+    if missing := {"model", "optimizer", "extra"} - set(record["contents"]):
         raise CheckpointError(
-            f"{str(path)!r} holds {record['contents']}, and load_contents asks for {sorted(missing)} too; "
-            f"take them out of load_contents or load another checkpoint"
+            f"{str(path)!r} holds {record['contents']} and lacks {sorted(missing)}; save them too (save_contents), or load another "
+            "checkpoint"
         )
     if record["architecture"] != architecture:
         raise CheckpointError(
@@ -190,19 +184,6 @@ def load_rng(file: Path, device: torch.device) -> None:
             torch.cuda.set_rng_state(stored.get_tensor("cuda"), device)
         version, numbers, gauss = json.loads(stored.metadata()["python"])
     random.setstate((version, tuple(numbers), gauss))
-
-
-def _prune(path: Path, keep: int | None) -> None:
-    """Delete the oldest finished checkpoints beside ``path``; nothing that this engine did not write."""
-    if keep is None:
-        return
-    found = []
-    for folder in path.parent.iterdir():
-        if (folder / _RECORD).is_file() and not folder.name.startswith("."):
-            found.append((json.loads((folder / _RECORD).read_text())["global_step"], folder.stat().st_mtime_ns, folder))
-    for _, _, folder in sorted(found)[:-keep]:
-        if folder != path:
-            shutil.rmtree(folder)
 
 
 def _barrier(layout: Layout) -> None:

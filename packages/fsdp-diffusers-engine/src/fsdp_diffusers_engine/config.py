@@ -89,9 +89,7 @@ class MixedPrecisionConfig:
     """FSDP2's mixed-precision policy, for full fine-tuning of fp32 weights (a LoRA over a bf16 base needs none)."""
 
     param_dtype: Dtype = "bf16"
-    """dtype in which gathered parameters compute."""
-    reduce_dtype: Dtype = "fp32"
-    """dtype in which gradients are reduced between ranks."""
+    """dtype in which gathered parameters compute; gradients are reduced in fp32."""
 
 
 @dataclass
@@ -163,15 +161,11 @@ class FSDPOptimizerConfig:
 
 @dataclass
 class CheckpointConfig:
-    """What a checkpoint holds and how many are kept."""
+    """What a checkpoint holds."""
 
     save_contents: list[Content] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     """Any of ``model`` (trained weights and every policy state), ``optimizer``, ``extra`` (schedule, counters, RNG),
-    and ``lora`` or ``hf_model`` (an export beside them that other tools load)."""
-    load_contents: list[Content] = field(default_factory=lambda: ["model", "optimizer", "extra"])
-    """Which of ``model``, ``optimizer`` and ``extra`` are restored."""
-    max_ckpt_to_keep: Count | None = None
-    """Older checkpoints of this engine in the same parent folder are deleted beyond this number; None keeps all."""
+    which a checkpoint is loaded from, and ``lora`` or ``hf_model`` (an export beside them that other tools load)."""
 
 
 @dataclass
@@ -190,9 +184,7 @@ class ForwardProcessConfig:
     logit_std: Annotated[float, Interval(gt=0, le=100)] = 1.0
     """Their standard deviation."""
     shift: Annotated[float, Interval(gt=0, le=1000)] = 1.0
-    """Shift of ``uniform`` and ``logit_normal`` levels, ``s t / (1 + (s - 1) t)``; SD3's schedule has 3."""
-    min_sigma: BelowOne = 1e-3
-    """Smallest of those levels."""
+    """Shift of ``uniform`` and ``logit_normal`` levels, ``s t / (1 + (s - 1) t)``; SD3's schedule has 3. None is below 1e-3."""
     reference_state: str = "reference"
     """Policy state of the reference: ``reference`` (adapters off) or a lagged copy such as ``old``."""
 
@@ -201,8 +193,6 @@ class ForwardProcessConfig:
 class DiffusionActorConfig:
     """One update of a policy: batch sizes, epochs, loss, optimizer. Read by :class:`TrainingWorker`."""
 
-    strategy: str = "fsdp"
-    """Kind of engine; ``fsdp`` is the one there is."""
     ppo_mini_batch_size: Count = 256
     """Samples of one optimizer step, over all ranks."""
     ppo_micro_batch_size_per_gpu: Count = 8

@@ -352,16 +352,12 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
         tensors, config = weights.per_tensor(self.module, self.states, adapter_name, merge, base_sync_done)
         return tensors if layered_summon else iter(list(tensors)), config
 
-    def save_checkpoint(
-        self, local_path: str | Path, global_step: int = 0, max_ckpt_to_keep: int | None = None
-    ) -> Path:
+    def save_checkpoint(self, local_path: str | Path, global_step: int = 0) -> Path:
         """Write a checkpoint folder; complete or absent, never half. See :mod:`.checkpoint`."""
         self._need("save_checkpoint")
         with shared_failure("save_checkpoint"):
-            config, path, rank = self.checkpoint_config, Path(local_path), self.layout.rank
-            contents = set[str](config.save_contents)
-            keep = config.max_ckpt_to_keep if max_ckpt_to_keep is None else max_ckpt_to_keep
-            with checkpoint.writing(path, self.layout, keep) as folder:
+            path, rank, contents = Path(local_path), self.layout.rank, set[str](self.checkpoint_config.save_contents)
+            with checkpoint.writing(path, self.layout) as folder:
                 tensors = self._kept(contents)
                 checkpoint.write_tensors(folder, tensors, self.layout)
                 if "extra" in contents:
@@ -381,19 +377,13 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
         """Restore a checkpoint, saved by any number of ranks; returns its ``global_step``."""
         self._need("load_checkpoint")
         with shared_failure("load_checkpoint"), torch.no_grad():
-            path, wanted = (
-                Path(local_path),
-                set[str](self.checkpoint_config.load_contents) & {"model", "optimizer", "extra"},
-            )
-            record = checkpoint.read_record(path)
-            checkpoint.check_fit(path, record, wanted, self.spec.transformer_class, self._lora_shape())
-            checkpoint.read_tensors(path, self._kept(wanted, create=True), self.layout)
-            if "optimizer" in wanted:
-                optim.set_steps(self.optimizer, self.trainable, record["optimizer"])
-            if "extra" in wanted:
-                self.optimizer_steps, self.skipped_steps = record["optimizer_steps"], record["skipped_steps"]
-                self.lr_scheduler.set_step(record["scheduler_step"])
-                checkpoint.load_rng(path / "rng" / f"rank{self.layout.rank}.safetensors", self.device)
+            path, record = Path(local_path), checkpoint.read_record(Path(local_path))
+            checkpoint.check_fit(path, record, self.spec.transformer_class, self._lora_shape())
+            checkpoint.read_tensors(path, self._kept({"model", "optimizer"}, create=True), self.layout)
+            optim.set_steps(self.optimizer, self.trainable, record["optimizer"])
+            self.optimizer_steps, self.skipped_steps = record["optimizer_steps"], record["skipped_steps"]
+            self.lr_scheduler.set_step(record["scheduler_step"])
+            checkpoint.load_rng(path / "rng" / f"rank{self.layout.rank}.safetensors", self.device)
             return int(record["global_step"])
 
     def _kept(self, contents: set[str], *, create: bool = False) -> dict[str, Tensor]:

@@ -70,10 +70,9 @@ class ForwardProcess(Objective):
         x0 = batch.tensor(data, "final_latents", "the rollout writes it")
         batch.require_fp32(x0, "final_latents")
         pairs = config is not None and config.spec.paired
-        if pairs and (len(x0) % 2 or config.pair_layout != "interleaved"):  # type: ignore[union-attr]
+        if pairs and len(x0) % 2:
             raise EngineError(
-                f"a preference batch has {len(x0)} rows in layout {config.pair_layout!r}; "  # type: ignore[union-attr]
-                f"give pairs of rows, interleaved (PairOutput.interleaved())"
+                f"a preference batch has {len(x0)} rows; give pairs of rows, interleaved (PairOutput.interleaved())"
             )
         if training and not pairs:
             batch.tensor(data, "advantages", "compute advantages before the update")
@@ -199,7 +198,7 @@ def _levels(config: ForwardProcessConfig, table: Tensor | None, generator: torch
     else:
         t = torch.sigmoid(config.logit_mean + config.logit_std * torch.randn(wanted, generator=generator))
     t = config.shift * t / (1.0 + (config.shift - 1.0) * t)
-    return t.clamp(config.min_sigma, 1.0)
+    return t.clamp(1e-3, 1.0)
 
 
 def _first_row(count: int, group: dist.ProcessGroup | None) -> int:

@@ -186,10 +186,8 @@ def _mp_policy(config: FSDPEngineConfig) -> MixedPrecisionPolicy:
     mixed = config.mixed_precision
     if mixed is None:
         return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(
-        param_dtype=dtype_of(mixed.param_dtype, "mixed_precision.param_dtype"),
-        reduce_dtype=dtype_of(mixed.reduce_dtype, "mixed_precision.reduce_dtype"),
-    )
+    dtype = dtype_of(mixed.param_dtype, "mixed_precision.param_dtype")
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
 def set_gradient_sync(module: nn.Module, sync: bool) -> None:

@@ -48,8 +48,6 @@ class TrainingWorker:
     def __init__(self, config: TrainingWorkerConfig) -> None:
         self.config = config
         actor = config.actor
-        if actor.strategy != "fsdp":
-            raise EngineError(f"strategy={actor.strategy!r} is unknown; use 'fsdp'")
         self._join()
         parts = (actor.model_config, actor.fsdp_config, actor.optim, actor.checkpoint)
         self.engine: DiffusersFSDPEngine = (

@@ -128,10 +128,6 @@ def _check_pairs(config: RunConfig) -> None:
     """Two rows that belong together must stay together."""
     actor, workers = config.actor, config.trainer.num_workers
     require(
-        actor.diffusion_loss.pair_layout == "interleaved",
-        f"actor.diffusion_loss.pair_layout={actor.diffusion_loss.pair_layout!r}: micro-batches cut pairs apart; use interleaved",
-    )
-    require(
         actor.ppo_micro_batch_size_per_gpu % 2 == 0,
         f"actor.ppo_micro_batch_size_per_gpu={actor.ppo_micro_batch_size_per_gpu} must be even: dpo takes pairs of rows",
     )

@@ -48,7 +48,6 @@ def check_supported(config: RunConfig) -> None:
         f"actor.optim.lr_warmup_steps={optim.lr_warmup_steps} leaves nothing of actor.optim.total_training_steps="
         f"{optim.total_training_steps} for the {optim.lr_scheduler_type} schedule; warm up for fewer steps, or use constant",
     )
-    require(actor.strategy == "fsdp", f"actor.strategy={actor.strategy!r}: fsdp is the one there is")
     loop = rollout.agent.default_agent_loop
     if loop not in LOOPS:  # a class of somebody's own
         try:
