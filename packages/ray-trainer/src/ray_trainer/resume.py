@@ -23,7 +23,7 @@ ALWAYS = (
     # how long and how often, where, and what is kept
     *("recipe", "trainer.total_steps", "trainer.val_before_train", "trainer.val_every", "trainer.save_every"),
     *("trainer.keep_checkpoints", "trainer.run_dir", "trainer.on_existing", "trainer.allow_config_change"),
-    *("actor.checkpoint.save_contents"),
+    "actor.checkpoint.save_contents",
     # which machines, how much of them, and how long they may take
     *("ray", "reward.num_workers", "reward.num_cpus", "reward.concurrency", "reward.max_retries", "reward.timeout_s"),
     *("rollout.router", "rollout.placement", "rollout.vllm_omni.openai_port", "rollout.vllm_omni.enable_sleep_mode"),
