@@ -29,10 +29,10 @@ class Counting(PromptEncoder):
             self.loads += 1
             return object()
 
-        super().__init__(load, max_sequence_length=8, limit=16, **options)
+        super().__init__(load, self.embed, max_sequence_length=8, limit=16, **options)
 
-    def _encode_one(self, prompt: str, max_sequence_length: int) -> tuple[torch.Tensor, None]:
-        assert self.parts is not None
+    def embed(self, parts: object, prompt: str, max_sequence_length: int) -> tuple[torch.Tensor, None]:
+        assert parts is not None
         self.calls += 1
         return torch.tensor([[float(ord(letter))] for letter in prompt]), None
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from model_specs import get_spec_for
+from model_specs import get_spec, get_spec_for
 from model_specs.common import whole_timestep_of
 
 PROMPTS = ["three red circles on a black background", "one green square"]
@@ -100,6 +101,14 @@ def test_equals_stock_pipeline(
     load: Callable[[str | Path], Any], name: str, ours: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
     run(load(name), ours, theirs, 64, 96, 5 if name.startswith("wan") else 1)
+
+
+@pytest.mark.parametrize(("name", "ours", "theirs"), CASES)
+def test_guidance_by_the_stock_name(name: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    spec = get_spec({"sd35": "sd3", "flux_schnell": "flux"}.get(name, name.removesuffix("_unipc").removesuffix("_5b")))
+    asked = spec.stock_guidance(SimpleNamespace(**{"true_cfg_scale": 1.0, "guidance_scale": None} | ours))
+    pair = theirs.get("guidance_scale", 0.0), theirs.get("guidance_scale_2")
+    assert (asked if isinstance(asked, tuple) else (asked or 0.0, None)) == pair
 
 
 def test_wan_makes_single_frames(load: Callable[[str | Path], Any]) -> None:

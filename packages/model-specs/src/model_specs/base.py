@@ -1,4 +1,4 @@
-"""`ModelSpec`: everything that training and sampling must know about one diffusers architecture.
+"""`ModelSpec`: everything that training and sampling must know about one architecture. Imports without torch.
 
 Training and the rollout call the same `velocity`, so on-policy log-probs agree to the bit; a test per architecture
 holds it to what the stock diffusers pipeline computes.
@@ -12,14 +12,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import torch
-from torch import Tensor, nn
-
-from model_specs.embeddings import PromptEmbeds, PromptEncoder
+from model_specs.common import compute_dtype, config_of, split_batch, to_uint8, unpack
 from model_specs.errors import SpecError
 from model_specs.folders import component, has_part, load_diffusers, load_part, read_json
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from model_specs.embeddings import PromptEmbeds, PromptEncoder
+
+JOINT_ATTENTION = (
+    "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+)  # fmt: skip
+"""Linear modules of an attention over image and text together."""
+JOINT_MLP = ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
 
 class Sampling(Protocol):
@@ -48,7 +57,7 @@ class Sampling(Protocol):
 
 
 class ModelSpec(ABC):
-    """One architecture. Subclass it, set the class attributes, and register it (`registry.register` or entry point).
+    """One architecture. Subclass it, set the class attributes, and name the class in the config or register it.
 
     Args:
         folder: a pipeline folder whose configs replace the defaults of the published full-size model (sizes, number of
@@ -61,14 +70,30 @@ class ModelSpec(ABC):
     """Class name in diffusers."""
     pipeline_class: ClassVar[str]
     """Class name of the stock text-to-image (or video) pipeline."""
-    vae_class: ClassVar[str]
+    vae_class: ClassVar[str] = "AutoencoderKL"
     """Class name of the autoencoder."""
-    attention_targets: tuple[str, ...]
+    text_parts: ClassVar[tuple[str, ...]] = ("tokenizer", "text_encoder")
+    """Tokenizers and text encoders of the folder, without which there is no prompt."""
+    optional_text_parts: ClassVar[tuple[str, ...]] = ()
+    """Those that a folder may lack."""
+    solvers: ClassVar[tuple[str, ...]] = ()
+    """Multistep schedulers that its folders may name, beside `FlowMatchEulerDiscreteScheduler`."""
+    attention_targets: tuple[str, ...] = JOINT_ATTENTION
     """Suffixes of the attention Linear modules, as peft's `target_modules` takes them."""
-    mlp_targets: tuple[str, ...]
+    mlp_targets: tuple[str, ...] = JOINT_MLP
     """Suffixes of the MLP Linear modules."""
-    default_max_sequence_length: ClassVar[int]
+    default_max_sequence_length: ClassVar[int] = 512
     """Prompt tokens, when the caller gives no number (the stock pipeline's default)."""
+    limit: ClassVar[int] = 512
+    """The largest `max_sequence_length`."""
+    packed: ClassVar[bool] = False
+    """Every 2x2 patch of the latent is one token: [S, 4C] in place of [C, H/f, W/f]."""
+    guides_in_one_forward: ClassVar[bool] = False
+    """Under guidance both predictions come from one forward of twice the rows, as in the stock pipeline."""
+    engine_pipeline: ClassVar[str] = ""
+    """ "module:Class" of the pipeline that samples it in vLLM-Omni; empty when there is none."""
+    engine_stepwise_pipeline: ClassVar[str] = ""
+    """The same for an engine that schedules step by step."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self.folder = None if folder is None else Path(folder)
@@ -92,19 +117,20 @@ class ModelSpec(ABC):
     # ------------------------------------------------------------------ loading
 
     def load_transformer(
-        self, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self, path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> nn.Module:
-        """The transformer of a pipeline folder, in eval mode, with gradients on (freezing is the caller's choice)."""
+        """The transformer of a pipeline folder, in eval mode, with gradients on; fp32 unless a dtype is given."""
         folder = component(path, "transformer", "config.json")
         return load_diffusers(self.transformer_class, folder, dtype, device)
 
-    def empty_transformer(self, path: str | Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    def empty_transformer(self, path: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
         """The transformer with its parameters on the meta device and its tables (buffers, rotary angles) real.
 
         For loading shard by shard, from the files in `transformer_folders`.
         """
         import accelerate
         import diffusers
+        import torch
 
         folder = component(path, "transformer", "config.json")
         kind = getattr(diffusers, self.transformer_class)
@@ -113,7 +139,7 @@ class ModelSpec(ABC):
         kept = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
         for name, parameter in model.named_parameters():
             if not any(part in name for part in kept):
-                parameter.data = parameter.data.to(dtype)
+                parameter.data = parameter.data.to(dtype or torch.float32)
         return model.eval()
 
     def transformer_folders(self, path: str | Path) -> dict[str, Path]:
@@ -121,7 +147,7 @@ class ModelSpec(ABC):
         return {"": component(path, "transformer", "config.json")}
 
     def load_vae(
-        self, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self, path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> nn.Module:
         """The autoencoder of a pipeline folder, in eval mode and frozen."""
         return load_diffusers(self.vae_class, component(path, "vae", "config.json"), dtype, device).requires_grad_(
@@ -138,21 +164,38 @@ class ModelSpec(ABC):
             raise SpecError(f"{str(folder)!r} names the scheduler {name!r}, which diffusers does not have.")
         return getattr(diffusers, name).from_pretrained(folder)
 
-    @abstractmethod
+    # ------------------------------------------------------------------ prompts
+
     def load_encoder(
-        self, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self, path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> PromptEncoder:
         """The text encoder(s) and tokenizer(s) of a pipeline folder, frozen, behind a cache."""
+        from model_specs.embeddings import PromptEncoder
+
+        spec = type(self)(path)
+        names = (*self.text_parts, *(part for part in self.optional_text_parts if has_part(path, part)))
+
+        def encode(parts: Mapping[str, Any], prompt: str, length: int) -> tuple[Tensor, Tensor | None]:
+            spec.check_prompt(parts, prompt, length)
+            return spec.encode_prompt(parts, prompt, length)
+
+        return PromptEncoder(
+            lambda: {part: load_part(path, part, dtype, device) for part in names},
+            encode,
+            device,
+            max_sequence_length=self.default_max_sequence_length,
+            limit=self.limit,
+        )
 
     def prompt_check(self, path: str | Path) -> Callable[[str, int], None]:
         """A function (prompt, max_sequence_length) that raises PromptTooLongError where the encoder would, with the tokenizers of a
         pipeline folder alone: no weights are read."""
-        parts = [p for p in ("tokenizer", "tokenizer_2", "tokenizer_3") if has_part(path, p)]
-        tokenizers = {part: load_part(path, part, torch.float32, "cpu") for part in parts}
+        names = [part for part in (*self.text_parts, *self.optional_text_parts) if part.startswith("tokenizer")]
+        tokenizers = {part: load_part(path, part, None, "cpu") for part in names if has_part(path, part)}
         return lambda prompt, length: self.check_prompt(tokenizers, prompt, length)
 
-    def check_prompt(self, tokenizers: Mapping[str, Any], prompt: str, max_sequence_length: int) -> None:  # noqa: B027  (third parties need not say)
-        """Raise PromptTooLongError for a prompt that the encoder refuses; a spec that does not say which counts none.
+    def check_prompt(self, tokenizers: Mapping[str, Any], prompt: str, max_sequence_length: int) -> None:  # noqa: B027  (a spec need not say)
+        """Raise PromptTooLongError for a prompt that the encoder cannot read to its end.
 
         Args:
             tokenizers: of the pipeline, by the name of their part.
@@ -160,30 +203,50 @@ class ModelSpec(ABC):
             max_sequence_length: tokens at most.
         """
 
+    @abstractmethod
+    def encode_prompt(
+        self, parts: Mapping[str, Any], prompt: str, max_sequence_length: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Embed one prompt that `check_prompt` has passed: ([s, C], pooled [C'] or None).
+
+        Args:
+            parts: the loaded `text_parts`, by name.
+            prompt: the text.
+            max_sequence_length: s at most, but for tokens that every prompt has.
+        """
+
     # ------------------------------------------------------------------ shapes and schedule
 
     @property
-    @abstractmethod
     def vae_factor(self) -> int:
         """Pixels per latent cell, along height and width."""
+        return int(2 ** (len(self.vae_config.get("block_out_channels", (128, 256, 512, 512))) - 1))
 
     @property
-    @abstractmethod
     def latent_channels(self) -> int:
         """Channels of the latent before packing."""
+        cells = 4 if self.packed else 1
+        return int(self.transformer_config.get("in_channels", 16 * cells)) // cells
 
     @property
     def size_multiple(self) -> int:
         """Height and width must be multiples of this many pixels: two latent cells, one patch."""
         return 2 * self.vae_factor
 
-    @abstractmethod
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """Shape of one sample's latent, as `velocity` and trajectories hold it (no batch axis).
 
         Raises:
             SpecError: a size that is not a multiple of `size_multiple`, or a number of frames that does not fit.
         """
+        self.check_size(height, width, num_frames)
+        if self.packed:
+            return self.patches(height, width), 4 * self.latent_channels
+        return self.latent_channels, height // self.vae_factor, width // self.vae_factor
+
+    def patches(self, height: int, width: int) -> int:
+        """2x2 patches of a picture's latent: image tokens of most networks."""
+        return (height // self.size_multiple) * (width // self.size_multiple)
 
     def check_size(self, height: int, width: int, num_frames: int = 1) -> None:
         """Raise SpecError for a size that the stock pipeline would round."""
@@ -197,16 +260,14 @@ class ModelSpec(ABC):
         if num_frames != 1:
             raise SpecError(f"{self.name} makes single images, num_frames={num_frames!r} must be 1.")
 
-    def check_latents(self, latents: Tensor, sigma: Tensor, height: int, width: int, num_frames: int = 1) -> None:
-        """Raise SpecError when the latents do not have `latent_shape`, or sigma is not [B]."""
+    def check_latents(self, latents: Tensor, height: int, width: int, num_frames: int = 1) -> None:
+        """Raise SpecError when the latents do not have `latent_shape`."""
         expected = self.latent_shape(height, width, num_frames)
         if tuple(latents.shape[1:]) != expected:
             raise SpecError(
                 f"Latents {tuple(latents.shape)} do not fit {height}x{width} pixels and {num_frames} frame(s): "
                 f"{self.name} needs [B, {', '.join(map(str, expected))}]."
             )
-        if sigma.shape != latents.shape[:1]:
-            raise SpecError(f"sigma {tuple(sigma.shape)} must be [{latents.shape[0]}], one number per sample.")
 
     def schedule_kwargs(
         self, scheduler: Any, num_steps: int, height: int, width: int, num_frames: int = 1
@@ -216,7 +277,6 @@ class ModelSpec(ABC):
 
     # ------------------------------------------------------------------ the network
 
-    @abstractmethod
     def velocity(
         self,
         transformer: nn.Module,
@@ -242,10 +302,73 @@ class ModelSpec(ABC):
         Raises:
             SpecError: shapes that do not fit, or guidance without what it needs.
         """
+        self.check_latents(latents, settings.height, settings.width, settings.num_frames)
+        batch = latents.shape[0]
+        if sigma.shape != (batch,):
+            raise SpecError(f"sigma {tuple(sigma.shape)} must be [{batch}], one number per sample.")
+        x, asked = latents.to(compute_dtype(transformer)), settings.true_cfg_scale
+        scale = self.guidance_weight(transformer, sigma, asked)
+        if (max(asked) if isinstance(asked, tuple) else asked) <= 1:
+            return self.predict(transformer, x, sigma, cond.expand(batch), settings)
+        if negative is None:
+            raise SpecError(
+                f"true_cfg_scale={asked!r} needs negative prompts and got none: encode a negative prompt "
+                "(an empty one will do) or set true_cfg_scale=1."
+            )
+        if self.guides_in_one_forward:
+            both = negative.cat([negative.expand(batch), cond.expand(batch)])
+            twice = x.repeat(2, *[1] * (x.ndim - 1)), sigma.repeat(2)
+            other, positive = self.predict(transformer, *twice, both, settings).chunk(2)
+        else:
+            positive = self.predict(transformer, x, sigma, cond.expand(batch), settings)
+            other = self.predict(transformer, x, sigma, negative.expand(batch), settings)
+        return self.guide(positive, other, scale)
 
     @abstractmethod
+    def predict(
+        self, transformer: nn.Module, x: Tensor, sigma: Tensor, prompts: PromptEmbeds, settings: Sampling
+    ) -> Tensor:
+        """One forward of the network: the velocity without guidance, [B, ...] fp32.
+
+        Args:
+            transformer, sigma, settings: as in `velocity`.
+            x: the latents, in the network's dtype.
+            prompts: one row per sample.
+        """
+
+    def guidance_weight(
+        self, transformer: nn.Module, sigma: Tensor, scale: float | tuple[float, float]
+    ) -> float | Tensor:
+        """The weight of guidance, for the batch or for each sample; SpecError for a pair, where there are no two experts."""
+        if isinstance(scale, tuple):
+            raise SpecError(f"true_cfg_scale={scale!r}: a pair is for a folder with two experts.")
+        return scale
+
+    def guide(self, positive: Tensor, other: Tensor, scale: float | Tensor) -> Tensor:
+        """Classifier-free guidance from two predictions."""
+        return other + scale * (positive - other)
+
+    def stock_guidance(self, settings: Sampling) -> float | tuple[float, float] | None:
+        """What the stock pipeline, and an engine that follows it, calls `guidance_scale` under these settings."""
+        return settings.true_cfg_scale
+
     def decode(self, vae: nn.Module, latents: Tensor, *, height: int, width: int, num_frames: int = 1) -> Tensor:
         """Clean latents [B, ...] to pixels, no gradient: uint8 [B, 3, H, W], or [B, T, 3, H, W] for T > 1 frames."""
+        import torch
+
+        self.check_latents(latents, height, width, num_frames)
+        done = []
+        with torch.no_grad():
+            for part in split_batch(latents, height * width * num_frames):
+                cells = unpack(part, height // self.vae_factor, width // self.vae_factor) if self.packed else part
+                done.append(to_uint8(self.pixels(vae, cells)))
+        return torch.cat(done).contiguous()
+
+    def pixels(self, vae: Any, latents: Tensor) -> Tensor:
+        """Unpacked latents to [B, 3, H, W] or [B, T, 3, H, W] in [-1, 1]. Here: by an `AutoencoderKL`."""
+        scale, shift = vae.config.scaling_factor, vae.config.shift_factor or 0.0
+        picture: Tensor = vae.decode((latents.float() / scale + shift).to(vae.dtype), return_dict=False)[0]
+        return picture
 
     def flops(self, config: Mapping[str, Any], batch: int, settings: Sampling, text_tokens: int) -> float:
         """Operations of one forward of the transformer (one prediction: double it under true guidance).
@@ -259,28 +382,16 @@ class ModelSpec(ABC):
 
     # ------------------------------------------------------------------ helpers for subclasses
 
-    def guiding_prompts(self, negative: PromptEmbeds | None, settings: Sampling) -> tuple[PromptEmbeds | None, float]:
-        """The negative prompts if the settings ask for guidance, else None, and its scale, one number.
-
-        Raises:
-            SpecError: guidance without negative prompts, or a scale for each of two experts, which this network has not.
-        """
-        scale = settings.true_cfg_scale
-        if isinstance(scale, tuple):
-            raise SpecError(f"true_cfg_scale={scale!r}: a pair is for a folder with two experts.")
-        return self.negative_for(negative, scale), scale
-
-    @staticmethod
-    def negative_for(negative: PromptEmbeds | None, scale: float) -> PromptEmbeds | None:
-        """The negative prompts if the scale asks for guidance, else None; SpecError when it asks and there are none."""
-        if scale <= 1:
+    def embedded_guidance(self, transformer: nn.Module, sigma: Tensor, settings: Sampling) -> Tensor | None:
+        """The guidance [B] that a distilled network takes as an input, None for another; SpecError when none was given."""
+        if not config_of(transformer).guidance_embeds:
             return None
-        if negative is None:
+        if settings.guidance_scale is None:
             raise SpecError(
-                f"true_cfg_scale={scale!r} needs negative prompts and got none: encode a negative prompt "
-                "(an empty one will do) or set true_cfg_scale=1."
+                f"This {self.name} network was distilled with guidance and got guidance_scale=None: give a number "
+                "(FLUX.1-dev was published with 3.5)."
             )
-        return negative
+        return sigma.float().new_full(sigma.shape, settings.guidance_scale)
 
     def unpadded(self, prompts: PromptEmbeds) -> PromptEmbeds:
         """The prompts, or SpecError if a row has padding: for networks without a text mask, which would attend to it."""

@@ -1,14 +1,15 @@
-"""Small arithmetic that several architectures share: dtypes, sigma grids, guidance, packing, decoding in pieces."""
+"""Small arithmetic that several architectures share: dtypes, sigma grids, packing, decoding in pieces. Imports without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from model_specs.errors import PromptTooLongError, SpecError
 
-from model_specs.errors import SpecError
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 
 def compute_dtype(transformer: nn.Module) -> torch.dtype:
@@ -18,6 +19,8 @@ def compute_dtype(transformer: nn.Module) -> torch.dtype:
     FSDP2 it is the mixed-precision policy's `param_dtype`, if set: shards may be fp32 while the forward is bf16. Use
     that policy with `cast_forward_inputs=False`: timesteps and rotary angles would not survive a cast to bf16.
     """
+    import torch
+
     sharded = getattr(transformer, "_get_fsdp_state", None)
     if sharded is not None and sharded()._mp_policy.param_dtype is not None:
         return sharded()._mp_policy.param_dtype
@@ -85,10 +88,27 @@ def to_uint8(image: Tensor) -> Tensor:
 
     Clamped in the given dtype, then scaled and rounded half to even in fp32. Any shape.
     """
-    return image.mul(0.5).add_(0.5).clamp_(0, 1).float().mul_(255).round_().to(torch.uint8)
+    return image.mul(0.5).add_(0.5).clamp_(0, 1).float().mul_(255).round_().byte()
 
 
 def split_batch(latents: Tensor, pixels_per_sample: int) -> Sequence[Tensor]:
     """Cut a batch for decoding, so that memory stays flat: by 4 million pixels, on a CPU by what its caches like."""
     budget = 128 * 1024 if latents.device.type == "cpu" else 4 * 1024 * 1024
     return latents.split(max(1, budget // max(1, pixels_per_sample)))
+
+
+def with_statistics(vae: Any, latents: Tensor) -> Tensor:
+    """Latents [B, C, T, H, W] in the autoencoder's dtype, each channel with the mean and deviation that its config says."""
+    z, config = latents.to(vae.dtype), config_of(vae)
+    mean, std = (z.new_tensor(one).view(1, -1, 1, 1, 1) for one in (config.latents_mean, config.latents_std))
+    return z / (1.0 / std) + mean
+
+
+def check_length(prompt: str, count: int, max_sequence_length: int, tokenizer: str = "") -> None:
+    """Raise PromptTooLongError when `count` tokens do not fit; the message names the prompt and both numbers."""
+    if count > max_sequence_length:
+        which = f" by the {tokenizer} tokenizer" if tokenizer else ""
+        raise PromptTooLongError(
+            f"The prompt {prompt!r} has {count} tokens{which}, max_sequence_length is {max_sequence_length}: shorten "
+            "it or raise max_sequence_length (prompts are never cropped here)."
+        )

@@ -7,7 +7,6 @@ that count come first, padding after them.
 from __future__ import annotations
 
 import gc
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model_specs.errors import PromptTooLongError, SpecError
+from model_specs.errors import SpecError
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +107,7 @@ class PromptEmbeds:
         if len(self) != 1:
             raise SpecError(f"{len(self)} prompt rows for {batch} samples: give one row per sample, or one for all.")
         pooled = None if self.pooled is None else self.pooled.expand(batch, -1)
+        _ = self.full  # known from here on, of the wider one too
         return self._carry(PromptEmbeds(self.embeds.expand(batch, -1, -1), self.mask.expand(batch, -1), pooled))
 
     def rows(self, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -151,7 +151,7 @@ class PromptEmbeds:
         return PromptEmbeds(torch.cat([p.embeds for p in parts]), torch.cat([p.mask for p in parts]), pooled)
 
 
-class PromptEncoder(ABC):
+class PromptEncoder:
     """Turns prompts into `PromptEmbeds`, each prompt once.
 
     Every prompt is encoded alone, so that its embedding does not depend on which prompts came with it: a resumed run,
@@ -159,7 +159,8 @@ class PromptEncoder(ABC):
     first, so the text encoder can be unloaded between steps; a prompt not in the cache loads it again.
 
     Args:
-        load: returns the loaded tokenizers and models, whatever `_encode_one` needs.
+        load: returns the loaded tokenizers and models, whatever `encode_one` needs.
+        encode_one: (loaded, prompt, max_sequence_length) -> ([s, C], pooled [C'] or None).
         device: where the models are put and the embeddings returned.
         max_sequence_length: the architecture's default, in tokens.
         limit: the largest `max_sequence_length` that the architecture accepts.
@@ -169,13 +170,14 @@ class PromptEncoder(ABC):
     def __init__(
         self,
         load: Callable[[], Any],
+        encode_one: Callable[[Any, str, int], tuple[Tensor, Tensor | None]],
         device: torch.device | str = "cpu",
         *,
         max_sequence_length: int,
         limit: int,
         cache_bytes: int = 2 * 1024**3,
     ) -> None:
-        self._load = load
+        self._load, self._encode_one = load, encode_one
         self._parts: Any = load()
         self.device = torch.device(device)
         self.max_sequence_length = max_sequence_length
@@ -233,7 +235,7 @@ class PromptEncoder(ABC):
         key = (prompt, length)
         if key not in self._cache:
             with torch.no_grad():
-                embeds, pooled = self._encode_one(prompt, length)
+                embeds, pooled = self._encode_one(self.parts, prompt, length)
             self._cache[key] = row = (embeds.cpu(), None if pooled is None else pooled.cpu())
             self._cached += _bytes(row)
             while self._cached > self.cache_bytes and len(self._cache) > 1:
@@ -241,20 +243,6 @@ class PromptEncoder(ABC):
         self._cache.move_to_end(key)
         return self._cache[key]
 
-    @abstractmethod
-    def _encode_one(self, prompt: str, max_sequence_length: int) -> tuple[Tensor, Tensor | None]:
-        """Embed one prompt: ([s, C], pooled [C'] or None), s at most `max_sequence_length` plus fixed parts."""
-
 
 def _bytes(row: tuple[Tensor, Tensor | None]) -> int:
     return sum(tensor.nbytes for tensor in row if tensor is not None)
-
-
-def check_length(prompt: str, count: int, max_sequence_length: int, tokenizer: str = "") -> None:
-    """Raise PromptTooLongError when `count` tokens do not fit; the message names the prompt and both numbers."""
-    if count > max_sequence_length:
-        which = f" by the {tokenizer} tokenizer" if tokenizer else ""
-        raise PromptTooLongError(
-            f"The prompt {prompt!r} has {count} tokens{which}, max_sequence_length is {max_sequence_length}: shorten "
-            "it or raise max_sequence_length (prompts are never cropped here)."
-        )

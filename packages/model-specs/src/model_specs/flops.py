@@ -18,6 +18,13 @@ def attention(batch: float, queries: float, keys: float, width: int) -> float:
     return 4.0 * batch * queries * keys * width
 
 
+def joint_block(batch: float, image: int, text: int, width: int) -> float:
+    """A block of two streams that attend together: modulation, projections, attention, and an MLP for each."""
+    both = batch * (image + text)
+    mixed = linear(both, width, 4 * width) + attention(batch, image + text, image + text, width)
+    return linear(batch, width, 12 * width) + mixed + 2 * linear(both, width, 4 * width)
+
+
 def training_flops(forward: float, *, full: bool = False, gradient_checkpointing: bool = False) -> float:
     """Operations of forward plus backward, from those of one forward.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from model_specs.errors import SpecError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def component(path: str | Path, part: str, config: str) -> Path:
@@ -45,8 +46,9 @@ def has_part(path: str | Path, part: str) -> bool:
     return isinstance(entry, list) and len(entry) == 2 and entry[1] is not None
 
 
-def load_part(path: str | Path, part: str, dtype: torch.dtype, device: torch.device | str) -> Any:
-    """A text encoder (eval mode, frozen) or a tokenizer, of the class that model_index.json names."""
+def load_part(path: str | Path, part: str, dtype: torch.dtype | None, device: torch.device | str) -> Any:
+    """A text encoder (eval mode, frozen, fp32 unless a dtype is given) or a tokenizer, of the class that model_index.json names."""
+    import torch
     import transformers
 
     is_tokenizer = part.startswith("tokenizer")
@@ -61,15 +63,17 @@ def load_part(path: str | Path, part: str, dtype: torch.dtype, device: torch.dev
         )
     if is_tokenizer:
         return kind.from_pretrained(folder)
-    return kind.from_pretrained(folder, dtype=dtype).to(device).eval().requires_grad_(False)
+    return kind.from_pretrained(folder, dtype=dtype or torch.float32).to(device).eval().requires_grad_(False)
 
 
-def load_diffusers(class_name: str, folder: Path, dtype: torch.dtype, device: torch.device | str) -> Any:
+def load_diffusers(class_name: str, folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> Any:
     """A diffusers model in eval mode; SpecError when weights are missing or have other shapes than config.json says."""
     import diffusers
+    import torch
 
+    kind = getattr(diffusers, class_name)
     try:
-        model, info = getattr(diffusers, class_name).from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        model, info = kind.from_pretrained(folder, dtype=dtype or torch.float32, output_loading_info=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise SpecError(f"Cannot load {class_name} from {str(folder)!r}: {error}") from error
     if missing := sorted(info["missing_keys"]):  # diffusers goes on with whatever memory holds

@@ -1,4 +1,4 @@
-"""Finds the spec of an architecture by any of its names, or of a pipeline folder.
+"""Finds the spec of an architecture: by any of its names, of a pipeline folder, or in a person's own module. Imports without torch.
 
 Third parties add one through the entry-point group `model_specs`: the entry's value is a `ModelSpec` subclass.
 """
@@ -6,8 +6,10 @@ Third parties add one through the entry-point group `model_specs`: the entry's v
 from __future__ import annotations
 
 import difflib
+import pkgutil
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from model_specs.base import ModelSpec
 from model_specs.errors import SpecError, UnknownArchitectureError
@@ -24,8 +26,7 @@ def register(spec: type[ModelSpec]) -> type[ModelSpec]:
     Raises:
         SpecError: not a ModelSpec subclass, or one of its names belongs to another spec already.
     """
-    if not (isinstance(spec, type) and issubclass(spec, ModelSpec)):
-        raise SpecError(f"{spec!r} is not a subclass of model_specs.ModelSpec: register the class itself.")
+    spec = _checked(spec, "register")
     names = {spec.name, spec.transformer_class, spec.pipeline_class}
     for name in names:
         other = _BY_NAME.get(name, spec)
@@ -50,8 +51,12 @@ def get_spec(name: str) -> ModelSpec:
     return find(name)()
 
 
-def get_spec_for(path: str | Path) -> ModelSpec:
+def get_spec_for(path: str | Path, architecture: str | None = None) -> ModelSpec:
     """The spec of a pipeline folder, configured from the folder's own configs.
+
+    Args:
+        path: of the folder.
+        architecture: any name that `find` takes; None reads it from the folder's index.
 
     Raises:
         SpecError: no such folder, no model_index.json, or an index that names no pipeline class.
@@ -59,24 +64,37 @@ def get_spec_for(path: str | Path) -> ModelSpec:
     """
     folder = component(path, ".", "model_index.json")
     file = folder / "model_index.json"
-    name = read_json(file).get("_class_name")
+    name = architecture or read_json(file).get("_class_name")
     if not isinstance(name, str):
         raise SpecError(f"{str(file)!r} names no pipeline class: its `_class_name` is {name!r}.")
     return find(name)(folder)
 
 
 def find(name: str) -> type[ModelSpec]:
-    """The spec class behind a name; entry points are read only when no built-in one matches."""
+    """The spec class behind a name or "module:Class"; entry points are read only when no built-in one matches."""
+    if ":" in name:
+        try:
+            return _checked(pkgutil.resolve_name(name), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            if isinstance(error, SpecError):
+                raise
+            raise SpecError(f"The architecture {name!r} cannot be imported: {error}") from error
     if name not in _BY_NAME:
         _read_entry_points()
     if name not in _BY_NAME:
         near = difflib.get_close_matches(str(name), list(_BY_NAME), n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UnknownArchitectureError(
-            f"No spec for the architecture {name!r}. Known: {', '.join(available())}.{hint} A package can add one "
-            f"through the entry-point group {ENTRY_POINT_GROUP!r}."
+            f"No spec for the architecture {name!r}. Known: {', '.join(available())}.{hint} Name a class of your own as "
+            f"'module:Class', or add it by an entry point of the group {ENTRY_POINT_GROUP!r}."
         )
     return _BY_NAME[name]
+
+
+def _checked(found: Any, name: str) -> type[ModelSpec]:
+    if not (isinstance(found, type) and issubclass(found, ModelSpec)):
+        raise SpecError(f"{name}: {found!r} is not a subclass of model_specs.ModelSpec; give the class itself.")
+    return found
 
 
 def _read_entry_points() -> None:

@@ -13,22 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from model_specs import flops
 from model_specs.base import ModelSpec, Sampling
-from model_specs.common import compute_dtype, split_batch, timestep_of, to_uint8, whole_timestep_of
-from model_specs.embeddings import PromptEmbeds, PromptEncoder, check_length
+from model_specs.common import check_length, timestep_of, whole_timestep_of, with_statistics
 from model_specs.errors import SpecError
-from model_specs.folders import component, has_part, load_diffusers, load_part
+from model_specs.folders import component, has_part, load_diffusers
 from model_specs.registry import register
-from model_specs.single_frame import single_frame_convolutions
 
-# Multistep solvers that can run on flow sigmas; all of them keep integer timesteps.
-_WHOLE_TIMESTEPS = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler")
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from model_specs.embeddings import PromptEmbeds
 
 
 @register
@@ -39,14 +37,15 @@ class WanSpec(ModelSpec):
     transformer_class = "WanTransformer3DModel"
     pipeline_class = "WanPipeline"
     vae_class = "AutoencoderKLWan"
+    solvers = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler")
     attention_targets = ("to_q", "to_k", "to_v", "to_out.0")
     mlp_targets = ("ffn.net.0.proj", "ffn.net.2")
-    default_max_sequence_length = 512
+    engine_pipeline = "omni_rollout.vllm_omni.pipelines.wan:WanRolloutPipeline"
 
     # ------------------------------------------------------------------ experts
 
     def load_transformer(
-        self, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        self, path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> nn.Module:
         """The transformer, or both experts as one `WanExperts` where the folder has two."""
         boundary = self._boundary(path)
@@ -60,7 +59,7 @@ class WanSpec(ModelSpec):
         )
         return WanExperts(high, low, boundary).eval()
 
-    def empty_transformer(self, path: str | Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    def empty_transformer(self, path: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
         boundary = self._boundary(path)
         if boundary is None:
             return super().empty_transformer(path, dtype)
@@ -91,7 +90,7 @@ class WanSpec(ModelSpec):
     def load_scheduler(self, path: str | Path) -> Any:
         """As for every architecture; SpecError for a solver whose config does not make flow-matching sigmas."""
         scheduler = super().load_scheduler(path)
-        if type(scheduler).__name__ in _WHOLE_TIMESTEPS and not scheduler.config.get("use_flow_sigmas", False):
+        if type(scheduler).__name__ in self.solvers and not scheduler.config.get("use_flow_sigmas", False):
             raise SpecError(
                 f"{str(path)!r}: its {type(scheduler).__name__} has use_flow_sigmas=False, a schedule of noise-prediction "
                 "models. Wan is a flow-matching model: set use_flow_sigmas=true and prediction_type='flow_prediction', "
@@ -102,7 +101,7 @@ class WanSpec(ModelSpec):
     @property
     def whole_timesteps(self) -> bool:
         """Whether the folder's scheduler hands whole numbers to the network."""
-        return self.scheduler_config.get("_class_name") in _WHOLE_TIMESTEPS
+        return self.scheduler_config.get("_class_name") in self.solvers
 
     # ------------------------------------------------------------------ shapes
 
@@ -114,10 +113,6 @@ class WanSpec(ModelSpec):
     def frame_factor(self) -> int:
         """Frames per latent frame, after the first."""
         return self.vae_config.get("scale_factor_temporal", 4)
-
-    @property
-    def latent_channels(self) -> int:
-        return self.transformer_config.get("in_channels", 16)
 
     def check_size(self, height: int, width: int, num_frames: int = 1) -> None:
         super().check_size(height, width)
@@ -138,68 +133,54 @@ class WanSpec(ModelSpec):
 
         check_length(prompt, len(tokenizers["tokenizer"](prompt_clean(prompt)).input_ids), max_sequence_length, "T5")
 
-    def load_encoder(
-        self, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> PromptEncoder:
-        def load() -> tuple[Any, nn.Module]:
-            return load_part(path, "tokenizer", dtype, device), load_part(path, "text_encoder", dtype, device)
+    def encode_prompt(self, parts: Mapping[str, Any], prompt: str, max_sequence_length: int) -> tuple[Tensor, None]:
+        """UMT5's hidden states, then zeros up to `max_sequence_length`, which the network attends to as well."""
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+        from torch.nn.functional import pad
 
-        return WanEncoder(load, device, max_sequence_length=self.default_max_sequence_length, limit=512)
+        model = parts["text_encoder"]
+        ids = parts["tokenizer"](prompt_clean(prompt), return_tensors="pt").input_ids.to(model.device)
+        hidden = model(ids, ids.new_ones(ids.shape)).last_hidden_state[0]
+        return pad(hidden, (0, 0, 0, max_sequence_length - ids.shape[1])), None
 
     # ------------------------------------------------------------------ network
 
-    def velocity(
-        self,
-        transformer: nn.Module,
-        latents: Tensor,
-        sigma: Tensor,
-        cond: PromptEmbeds,
-        settings: Sampling,
-        negative: PromptEmbeds | None = None,
+    def timesteps_at(self, sigma: Tensor) -> Tensor:
+        """What the network is told at these noise levels, [B] fp32, on a scale of 1000."""
+        return whole_timestep_of(sigma) if self.whole_timesteps else timestep_of(sigma)
+
+    def predict(
+        self, transformer: nn.Module, x: Tensor, sigma: Tensor, prompts: PromptEmbeds, settings: Sampling
     ) -> Tensor:
-        self.check_latents(latents, sigma, settings.height, settings.width, settings.num_frames)
-        batch, dtype = latents.shape[0], compute_dtype(transformer)
-        cfg = settings.true_cfg_scale
-        guiding = self.negative_for(negative, max(cfg) if isinstance(cfg, tuple) else cfg)
-        x_BCTHW = latents.to(dtype)
-        timestep = whole_timestep_of(sigma) if self.whole_timesteps else timestep_of(sigma)
-        if isinstance(cfg, tuple):
-            if not hasattr(transformer, "is_high"):
-                raise SpecError(f"true_cfg_scale={cfg!r}: a pair is for a folder with two experts.")
-            high = transformer.is_high(timestep)  # type: ignore[operator]
-            scale: float | Tensor = torch.where(high, *cfg).view(-1, 1, 1, 1, 1)
-        else:
-            scale = cfg
+        timestep = self.timesteps_at(sigma)
         if self.pipeline_config.get("expand_timesteps", False):
             # The 5B takes a timestep per token (so that images can be given as clean frames); here all are equal.
-            _, frames, rows, columns = latents.shape[1:]
-            timestep = timestep[:, None].expand(batch, frames * (rows // 2) * (columns // 2))
+            _, frames, rows, columns = x.shape[1:]
+            timestep = timestep[:, None].expand(len(x), frames * (rows // 2) * (columns // 2))
+        embeds = self.unpadded(prompts).embeds.to(x.dtype)
+        return transformer(hidden_states=x, timestep=timestep, encoder_hidden_states=embeds, return_dict=False)[
+            0
+        ].float()
 
-        def predict(prompts: PromptEmbeds) -> Tensor:
-            embeds = self.unpadded(prompts).expand(batch).embeds.to(dtype)
-            return transformer(
-                hidden_states=x_BCTHW, timestep=timestep, encoder_hidden_states=embeds, return_dict=False
-            )[0].float()
+    def guidance_weight(
+        self, transformer: nn.Module, sigma: Tensor, scale: float | tuple[float, float]
+    ) -> float | Tensor:
+        """A pair gives each expert its weight, [B, 1, 1, 1, 1]."""
+        is_high: Any = getattr(transformer, "is_high", None)
+        if not isinstance(scale, tuple) or is_high is None:
+            return super().guidance_weight(transformer, sigma, scale)
+        import torch
 
-        positive = predict(cond)
-        if guiding is None:
-            return positive
-        other = predict(guiding)
-        return other + scale * (positive - other)
+        return torch.where(is_high(self.timesteps_at(sigma)), *scale).view(-1, 1, 1, 1, 1)
 
-    @torch.no_grad()
-    def decode(self, vae: nn.Module, latents: Tensor, *, height: int, width: int, num_frames: int = 1) -> Tensor:
-        self.check_latents(latents, latents.new_zeros(latents.shape[0]), height, width, num_frames)
-        module: Any = single_frame_convolutions(vae) if num_frames == 1 else vae
-        dtype = next(vae.parameters()).dtype
-        mean = torch.tensor(module.config.latents_mean, device=latents.device, dtype=dtype).view(1, -1, 1, 1, 1)
-        inverse = 1.0 / torch.tensor(module.config.latents_std, device=latents.device, dtype=dtype).view(1, -1, 1, 1, 1)
-        videos = []
-        for part in split_batch(latents, height * width * num_frames):
-            pixels = module.decode(part.to(dtype) / inverse + mean, return_dict=False)[0]
-            videos.append(to_uint8(pixels).transpose(1, 2))
-        result = torch.cat(videos).contiguous()
-        return result[:, 0] if num_frames == 1 else result
+    def pixels(self, vae: Any, latents: Tensor) -> Tensor:
+        from model_specs.single_frame import single_frame_convolutions
+
+        one_frame = latents.shape[2] == 1
+        video = (single_frame_convolutions(vae) if one_frame else vae).decode(
+            with_statistics(vae, latents), return_dict=False
+        )[0]
+        return video[:, :, 0] if one_frame else video.transpose(1, 2)
 
     def flops(self, config: Mapping[str, Any], batch: int, settings: Sampling, text_tokens: int) -> float:
         channels, frames, rows, columns = self.latent_shape(settings.height, settings.width, settings.num_frames)
@@ -216,16 +197,3 @@ class WanSpec(ModelSpec):
         ends += flops.linear(batch * S, channels * per_patch, D)
         ends += flops.linear(batch * S, D, config.get("out_channels", channels) * per_patch)
         return config.get("num_layers", 40) * block + ends
-
-
-class WanEncoder(PromptEncoder):
-    """UMT5's hidden states, then zeros up to `max_sequence_length`, which the network attends to as well."""
-
-    def _encode_one(self, prompt: str, max_sequence_length: int) -> tuple[Tensor, None]:
-        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
-
-        tokenizer, model = self.parts
-        ids = tokenizer(prompt_clean(prompt), return_tensors="pt").input_ids.to(self.device)
-        check_length(prompt, ids.shape[1], max_sequence_length, "T5")
-        hidden = model(ids, torch.ones_like(ids)).last_hidden_state[0]
-        return torch.nn.functional.pad(hidden, (0, 0, 0, max_sequence_length - ids.shape[1])), None
