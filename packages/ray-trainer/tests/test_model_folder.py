@@ -6,9 +6,10 @@ import shutil
 
 import pytest
 from flowgrpo.cli import main
+from model_specs import available
 from ray_trainer.assets import builtin
 from ray_trainer.errors import TrainerError
-from ray_trainer.model_folder import ARCHITECTURES, check_folder, transformer_size
+from ray_trainer.model_folder import check_folder, transformer_size
 from ray_trainer.validate import _warn_about_size
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -225,12 +226,12 @@ def test_a_fault_is_one_line_before_the_start(break_it, complaint, folder, tmp_p
 def test_a_whole_folder_passes_and_is_counted(sharded, folder):
     if sharded:
         shard(folder)
-    assert check_folder(folder) == "QwenImagePipeline"
+    assert check_folder(folder).pipeline_class == "QwenImagePipeline"
     with safe_open(str(builtin("models", "tiny_qwen_image") / WEIGHTS), framework="pt") as file:
         assert transformer_size(folder) == sum(file.get_tensor(key).numel() for key in file.keys())  # noqa: SIM118
 
 
-@pytest.mark.parametrize("name", sorted({*ARCHITECTURES, "sd35", "wan_5b", "wan_unipc", "flux_schnell"}))
+@pytest.mark.parametrize("name", sorted({*available(), "sd35", "wan_5b", "wan_unipc", "flux_schnell"}))
 def test_what_diffusers_saves_passes(name, tmp_path):
     from model_specs import tiny
 

@@ -7,9 +7,10 @@ import sys
 import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
+from model_specs import FluxSpec
 from ray_trainer.errors import TrainerError
-from ray_trainer.model_folder import ARCHITECTURES, missing_parts
-from ray_trainer.models import fetch, is_hub_id, locate, pipeline_class
+from ray_trainer.model_folder import missing_parts
+from ray_trainer.models import fetch, is_hub_id, locate, spec_class
 
 HUB_ID = "someone/Some-Model"
 INDEX = {
@@ -137,21 +138,16 @@ def test_what_looks_like_a_hub_id(tmp_path, monkeypatch):
     assert not is_hub_id("runs/mine")  # a folder that is there wins
 
 
-def test_architectures_are_those_of_model_specs():
-    from model_specs.registry import available, find
-
-    known = {n: (find(n).transformer_class, find(n).pipeline_class, find(n).vae_class) for n in available()}
-    assert known == {name: card[:3] for name, card in ARCHITECTURES.items()}
-    for name, card in ARCHITECTURES.items():
-        assert {pipeline_class(alias) for alias in (name, card.transformer, card.pipeline)} == {card.pipeline}
+def test_an_architecture_is_found_by_any_of_its_names():
+    assert {spec_class(name) for name in ("flux", "FluxTransformer2DModel", "FluxPipeline")} == {FluxSpec}
     with pytest.raises(TrainerError, match="Did you mean 'qwen_image'"):
-        pipeline_class("qwen_imag")
+        spec_class("qwen_imag")
 
 
 def test_looking_for_a_model_imports_no_torch(tmp_path):
     code = (
-        "import sys; from ray_trainer.models import locate, pipeline_class; "
-        f"assert locate({HUB_ID!r}) is None; pipeline_class('flux'); "
+        "import sys; from ray_trainer.models import locate, spec_class; "
+        f"assert locate({HUB_ID!r}) is None; spec_class('flux'); "
         "assert not {'torch', 'diffusers', 'transformers', 'ray'} & set(sys.modules)"
     )
     done = subprocess.run(

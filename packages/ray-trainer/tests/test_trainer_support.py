@@ -85,23 +85,3 @@ def test_the_words_are_those_of_the_engine():
     from fsdp_diffusers_engine import config, precision
 
     assert get_args(config.Dtype) == tuple(precision.DTYPES)
-
-
-def test_the_multiple_of_a_size_is_the_models_own():
-    from pathlib import Path
-
-    from model_specs.registry import find
-    from ray_trainer.model_folder import ARCHITECTURES, size_multiple
-
-    for architecture in ARCHITECTURES.values():
-        for config in (
-            {},
-            {"temperal_downsample": [True, True]},
-            {"block_out_channels": [8, 8]},
-            {"scale_factor_spatial": 16},
-        ):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("ray_trainer.model_folder._read_json", lambda file, config=config: config)
-                spec = find(architecture.pipeline)()
-                spec.vae_config = config
-                assert size_multiple(Path("x"), architecture.pipeline) == spec.size_multiple

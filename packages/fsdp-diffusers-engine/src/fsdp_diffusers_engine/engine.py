@@ -129,7 +129,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
         self.forwards.watch(module)
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if self.lora and config.lora_adapter_path:
-            weights.warm_start(module, config, self.spec.name)
+            weights.warm_start(module, config, self.spec.lora_names)
         if not self.lora:
             self.states = WeightStates(self.trainable, self._state_names(), lambda: reshard(module))
         self.optimizer = optim.build_optimizer(self.trainable.values(), self.optimizer_config)
@@ -364,7 +364,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
                     checkpoint.save_rng(folder / "rng" / f"rank{rank}.safetensors", self.device)
                 if "lora" in contents and self.lora:
                     version = self.optimizer_steps
-                    weights.export_lora(self.module, folder / "lora", self.spec.name, version, write=rank == 0)
+                    weights.export_lora(self.module, folder / "lora", self.spec.lora_names, version, write=rank == 0)
                 if "hf_model" in contents:
                     kind, parts = self.spec.transformer_class, self._parts()
                     target = folder / "hf_model"
@@ -432,9 +432,6 @@ def _spec_of(config: DiffusionModelConfig) -> ModelSpec:
     if not random_weights and config.path in ("", MISSING, None):
         raise EngineError("model.path is not set; give the folder of a diffusers pipeline (it holds model_index.json)")
     try:
-        if config.architecture is not None:
-            known = get_spec(config.architecture)
-            return known if random_weights else type(known)(config.path)
-        return get_spec_for(config.path)
+        return get_spec(str(config.architecture)) if random_weights else get_spec_for(config.path, config.architecture)
     except ValueError as error:
         raise EngineError(f"model.architecture={config.architecture!r}, path={config.path!r}: {error}") from error

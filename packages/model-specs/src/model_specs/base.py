@@ -90,6 +90,8 @@ class ModelSpec(ABC):
     """Every 2x2 patch of the latent is one token: [S, 4C] in place of [C, H/f, W/f]."""
     guides_in_one_forward: ClassVar[bool] = False
     """Under guidance both predictions come from one forward of twice the rows, as in the stock pipeline."""
+    lora_names: ClassVar[str] = "any"
+    """Which map of `lora_sync` has its layers' names in other tools and in the engine; "any" keeps the names as they are."""
     engine_pipeline: ClassVar[str] = ""
     """ "module:Class" of the pipeline that samples it in vLLM-Omni; empty when there is none."""
     engine_stepwise_pipeline: ClassVar[str] = ""

@@ -31,6 +31,7 @@ class FluxSpec(ModelSpec):
     pipeline_class = "FluxPipeline"
     text_parts = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
     packed = True
+    lora_names = "flux"
     engine_pipeline = "omni_rollout.vllm_omni.pipelines.flux:FluxRolloutPipeline"
 
     @property

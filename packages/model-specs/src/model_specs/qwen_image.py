@@ -39,6 +39,7 @@ class QwenImageSpec(ModelSpec):
     mlp_targets = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
     limit = 1024
     packed = True
+    lora_names = "qwen_image"
     engine_pipeline = "omni_rollout.vllm_omni.pipelines.qwen_image:QwenImageRolloutPipeline"
     engine_stepwise_pipeline = "omni_rollout.vllm_omni.pipelines.qwen_image:QwenImageStepwisePipeline"
 

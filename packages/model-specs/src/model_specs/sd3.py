@@ -33,6 +33,7 @@ class SD3Spec(ModelSpec):
     optional_text_parts = ("tokenizer_3", "text_encoder_3")
     default_max_sequence_length = 256
     guides_in_one_forward = True
+    lora_names = "sd3"
     engine_pipeline = "omni_rollout.vllm_omni.pipelines.sd3:SD3RolloutPipeline"
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:

@@ -40,6 +40,7 @@ class WanSpec(ModelSpec):
     solvers = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler")
     attention_targets = ("to_q", "to_k", "to_v", "to_out.0")
     mlp_targets = ("ffn.net.0.proj", "ffn.net.2")
+    lora_names = "wan"
     engine_pipeline = "omni_rollout.vllm_omni.pipelines.wan:WanRolloutPipeline"
 
     # ------------------------------------------------------------------ experts
@@ -177,9 +178,8 @@ class WanSpec(ModelSpec):
         from model_specs.single_frame import single_frame_convolutions
 
         one_frame = latents.shape[2] == 1
-        video = (single_frame_convolutions(vae) if one_frame else vae).decode(
-            with_statistics(vae, latents), return_dict=False
-        )[0]
+        decoder: Any = single_frame_convolutions(vae) if one_frame else vae
+        video = decoder.decode(with_statistics(vae, latents), return_dict=False)[0]
         return video[:, :, 0] if one_frame else video.transpose(1, 2)
 
     def flops(self, config: Mapping[str, Any], batch: int, settings: Sampling, text_tokens: int) -> float:

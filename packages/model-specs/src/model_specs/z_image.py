@@ -36,6 +36,7 @@ class ZImageSpec(ModelSpec):
     mlp_targets = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
     limit = 1024
     guides_in_one_forward = True
+    lora_names = "z_image"
     engine_pipeline = "omni_rollout.vllm_omni.pipelines.z_image:ZImageRolloutPipeline"
 
     def check_prompt(self, tokenizers: Mapping[str, Any], prompt: str, max_sequence_length: int) -> None:

@@ -234,6 +234,7 @@ DOORS = (
     "rollout.agent.default_agent_loop",
     "rollout.algo.sde_type",
     "rollout.val_kwargs.algo.sde_type",
+    "model.architecture",
 )
 """Keys that may name what a person wrote, as "module:attribute" or "./file.py:attribute"."""
 PATHS = ("trainer.run_dir", "model.path", "model.lora_adapter_path", "data.train_file", "data.val_file", "reward.name")
@@ -268,7 +269,8 @@ def _read(name: str, node: Node | str, source: str) -> Any:
         value = convert(kind, node, name, source)
         if name in PATHS and value is not None and not isinstance(value, Reference):
             value = expand(value) if isinstance(value, str) else [expand(str(one)) for one in value]
-        return importable(name, value) if name in DOORS and not isinstance(value, Reference) else value
+        door = name in DOORS and value is not None and not isinstance(value, Reference)
+        return importable(name, value) if door else value
     if isinstance(node, str):
         node = parse_yaml(node, name)
     if isinstance(node, ScalarNode) and node.value in ("null", "~") and NoneType in get_args(kind):

@@ -12,34 +12,16 @@ import math
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from model_specs.base import ModelSpec
+from model_specs.errors import UnknownArchitectureError
+from model_specs.registry import available, find
 
 from ray_trainer.errors import TrainerError
 
-
-class Architecture(NamedTuple):
-    """Classes of a pipeline in diffusers, and the text parts beyond `text_encoder` and `tokenizer` that it cannot do without."""
-
-    transformer: str
-    pipeline: str
-    vae: str
-    extra: tuple[str, ...] = ()
-
-
-# By short name, as `model_specs` knows them. Repeated here because that package needs torch and a check of the command line must
-# not; a test holds the two together.
-ARCHITECTURES = {
-    "flux": Architecture("FluxTransformer2DModel", "FluxPipeline", "AutoencoderKL", ("text_encoder_2", "tokenizer_2")),
-    "qwen_image": Architecture("QwenImageTransformer2DModel", "QwenImagePipeline", "AutoencoderKLQwenImage"),
-    "sd3": Architecture(
-        "SD3Transformer2DModel", "StableDiffusion3Pipeline", "AutoencoderKL", ("text_encoder_2", "tokenizer_2")
-    ),
-    "wan": Architecture("WanTransformer3DModel", "WanPipeline", "AutoencoderKLWan"),
-    "z_image": Architecture("ZImageTransformer2DModel", "ZImagePipeline", "AutoencoderKL"),
-}
 _SINGLE = "diffusion_pytorch_model"
 _EULER = "FlowMatchEulerDiscreteScheduler"
-_WAN_SOLVERS = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler")
 _RESPACED = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 
 _SHIFTS = (
@@ -83,22 +65,27 @@ def missing_parts(folder: Path) -> list[str]:
     return missing
 
 
-def check_folder(folder: Path) -> str:
-    """The pipeline class of a folder that can be trained.
+def check_folder(folder: Path, architecture: str | None = None) -> ModelSpec:
+    """The spec of a folder that can be trained.
+
+    Args:
+        folder: of the pipeline.
+        architecture: of the spec, as `model.architecture`; None reads the pipeline's class from the index.
 
     Raises:
         TrainerError: the first fault, with its file and what to do.
     """
     index, named = read_index(folder), parts(folder)
     pipeline = str(index["_class_name"])
-    known = next((a for a in ARCHITECTURES.values() if a.pipeline == pipeline), None)
-    if known is None:
-        if not _has_third_party_spec(pipeline):
-            names = ", ".join(sorted(a.pipeline for a in ARCHITECTURES.values()))
-            raise TrainerError(f"{folder} is a {pipeline}, and no model spec trains that; known are {names}")
-        return pipeline  # its spec knows what it needs
-    needed = ["transformer", "vae", "scheduler", "text_encoder", "tokenizer", *known.extra]
-    if pipeline == "WanPipeline" and index.get("boundary_ratio") is not None:
+    try:
+        spec = find(architecture or pipeline)
+    except UnknownArchitectureError as error:
+        known = ", ".join(sorted(find(name).pipeline_class for name in available()))
+        raise TrainerError(f"{folder} is a {pipeline}, and no model spec trains that; known are {known}") from error
+    if spec.__module__.partition(".")[0] != "model_specs":
+        return spec(folder)  # it knows what it needs
+    needed = ["transformer", "vae", "scheduler", *spec.text_parts]
+    if index.get("boundary_ratio") is not None:
         needed.append("transformer_2")
     if lacking := [part for part in needed if part not in named]:
         raise TrainerError(
@@ -107,12 +94,12 @@ def check_folder(folder: Path) -> str:
     for part in named:
         if part in needed or part.startswith(("transformer", "text_encoder", "tokenizer")):
             check_part(folder, part)
-    for part, expected in (("transformer", known.transformer), ("vae", known.vae)):
+    for part, expected in (("transformer", spec.transformer_class), ("vae", spec.vae_class)):
         found = _read_json(folder / part / "config.json").get("_class_name", expected)
         if found != expected:
             raise TrainerError(f"{folder / part} holds a {found}, and a {pipeline} needs a {expected}")
-    check_scheduler(folder, pipeline)
-    return pipeline
+    check_scheduler(folder, spec)
+    return spec(folder)
 
 
 def check_part(folder: Path, part: str) -> None:
@@ -140,12 +127,11 @@ def check_part(folder: Path, part: str) -> None:
             read_header(file)
 
 
-def check_scheduler(folder: Path, pipeline: str) -> None:
+def check_scheduler(folder: Path, spec: type[ModelSpec]) -> None:
     """Raise `TrainerError` unless the samplers can take the scheduler's sigmas as they are."""
     file = folder / "scheduler" / "scheduler_config.json"
     config = _read_json(file)
     name = config.get("_class_name")
-    solvers = _WAN_SOLVERS if pipeline == "WanPipeline" else ()
     for key in _SHIFTS:
         value = config.get(key)
         number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
@@ -165,7 +151,7 @@ def check_scheduler(folder: Path, pipeline: str) -> None:
         }
         if respaced == ["use_beta_sigmas"] and find_spec("scipy") is None:
             raise TrainerError(f"{file}: use_beta_sigmas needs scipy; install it, or set it to false")
-    elif name in solvers:
+    elif name in spec.solvers:
         wrong = {
             "use_flow_sigmas": not config.get("use_flow_sigmas"),
             "prediction_type": config.get("prediction_type") != "flow_prediction",
@@ -176,7 +162,7 @@ def check_scheduler(folder: Path, pipeline: str) -> None:
         }
     else:
         raise TrainerError(
-            f"{file} names the scheduler {name!r}, whose steps the samplers cannot take for a {pipeline}; put a {_EULER} there "
+            f"{file} names the scheduler {name!r}, whose steps the samplers cannot take for {spec.name}; put a {_EULER} there "
             "(its from_config takes this one's shift)"
         )
     for key, bad in wrong.items():
@@ -198,20 +184,13 @@ def part_shapes(folder: Path, part: str = "transformer") -> dict[str, tuple[int,
     }
 
 
-def size_multiple(folder: Path, pipeline: str) -> int | None:
-    """Pixels that height and width must be a multiple of: two latent cells. None for a pipeline that another package knows."""
-    known = next((one for one in ARCHITECTURES.values() if one.pipeline == pipeline), None)
-    if known is None:
-        return None
-    config = _read_json(folder / "vae" / "config.json")
+def size_multiple(spec: ModelSpec) -> int:
+    """Pixels that height and width must be a multiple of."""
     try:
-        if known.vae == "AutoencoderKLWan":
-            return 2 * int(config.get("scale_factor_spatial", 8))
-        if known.vae == "AutoencoderKLQwenImage":
-            return int(2 ** (len(config.get("temperal_downsample", "123")) + 1))
-        return int(2 ** len(config.get("block_out_channels", "1234")))
+        return spec.size_multiple
     except (TypeError, ValueError) as error:
-        raise TrainerError(f"{folder / 'vae' / 'config.json'} is no {known.vae}'s ({error}); copy it again") from error
+        file = spec.folder and spec.folder / "vae" / "config.json"
+        raise TrainerError(f"{file} is no {spec.vae_class}'s ({error}); copy it again") from error
 
 
 def read_header(file: Path) -> dict[str, Any]:
@@ -313,18 +292,3 @@ def _refuse_pointer(file: Path) -> None:
                 raise TrainerError(
                     f"{file} is a git-lfs pointer in place of the file; run `git lfs pull` in that clone"
                 )
-
-
-def _has_third_party_spec(pipeline: str) -> bool:
-    """Whether a package has added a spec for this pipeline; imports torch only when there is one that could be it."""
-    from importlib.metadata import entry_points
-
-    if all(entry.value.startswith("model_specs.") for entry in entry_points(group="model_specs")):
-        return False
-    from model_specs.errors import SpecError
-    from model_specs.registry import find
-
-    try:
-        return find(pipeline).pipeline_class == pipeline
-    except SpecError:
-        return False

@@ -9,29 +9,27 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from model_specs.base import ModelSpec
+from model_specs.errors import SpecError
+from model_specs.registry import find
+
 from ray_trainer.assets import builtin
 from ray_trainer.errors import TrainerError
-from ray_trainer.model_folder import ARCHITECTURES, missing_parts, parts
+from ray_trainer.model_folder import missing_parts, parts
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Second copies of the same weights in other forms: half of some repositories.
 _COPIES = ["*.bin", "*fp16*", "*.msgpack", "*.onnx*", "*.gguf"]
 
 
-def pipeline_class(architecture: str) -> str:
-    """The pipeline class behind any name of an architecture.
+def spec_class(architecture: str) -> type[ModelSpec]:
+    """The spec behind `model.architecture`: any name of it, or "module:Class".
 
     Raises:
-        TrainerError: `model_specs` has no such name either; third parties may have added it there.
+        TrainerError: there is none.
     """
-    for name, known in ARCHITECTURES.items():
-        if architecture in (name, known.transformer, known.pipeline):
-            return known.pipeline
-    from model_specs.errors import SpecError
-    from model_specs.registry import find
-
     try:
-        return find(architecture).pipeline_class
+        return find(architecture)
     except SpecError as error:
         raise TrainerError(f"model.architecture={architecture!r}: {error}") from error
 

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unicodedata import normalize
 
+from model_specs.base import ModelSpec
+from model_specs.errors import SpecError
+
 from ray_trainer.assets import resolve
 from ray_trainer.errors import TrainerError
 from ray_trainer.model_folder import read_index
@@ -117,12 +120,13 @@ ROOM = 32
 """Tokens that templates and end marks may add to a prompt's own."""
 
 
-def check_lengths(folder: Path, texts: Iterable[tuple[str, str, int]]) -> None:
+def check_lengths(spec: ModelSpec, folder: Path, texts: Iterable[tuple[str, str, int]]) -> None:
     """Refuse a prompt that the model's encoder would refuse at the first step that draws it.
 
     No tokenizer here makes more tokens than the text has bytes, so most prompts are known to fit without loading one.
 
     Args:
+        spec: of the model.
         folder: of the pipeline.
         texts: (where, prompt or negative prompt, max_sequence_length) of each.
 
@@ -141,11 +145,8 @@ def check_lengths(folder: Path, texts: Iterable[tuple[str, str, int]]) -> None:
     ]
     if not long:
         return
-    from model_specs import get_spec_for
-    from model_specs.errors import SpecError
-
     try:
-        check = get_spec_for(folder).prompt_check(folder)
+        check = spec.prompt_check(folder)
     except SpecError as error:
         raise TrainerError(f"the prompts' lengths cannot be checked: {error}") from error
     for where, text, limit in dict.fromkeys(long):

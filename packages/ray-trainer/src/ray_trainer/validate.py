@@ -6,12 +6,16 @@ import math
 import warnings
 from importlib.util import find_spec
 
+from model_specs.base import ModelSpec
+from model_specs.errors import SpecError
+from model_specs.registry import available
+
 from ray_trainer.card_memory import check_heads
 from ray_trainer.cluster import check_ray
 from ray_trainer.config import RunConfig, check_values, to_tree, updates_per_step
 from ray_trainer.errors import TrainerError
-from ray_trainer.model_folder import ARCHITECTURES, check_folder, part_shapes, read_index, size_multiple
-from ray_trainer.models import locate, pipeline_class
+from ray_trainer.model_folder import check_folder, part_shapes, read_index, size_multiple
+from ray_trainer.models import locate, spec_class
 from ray_trainer.prompts import Prompt, PromptSampler, check_lengths, load_prompt_sets
 from ray_trainer.resume import check_resume
 from ray_trainer.run_dir import check_run_dir
@@ -19,18 +23,18 @@ from ray_trainer.validate_algorithm import check_algorithm, check_experts, requi
 from ray_trainer.validate_support import check_supported
 
 
-def _check_model(config: RunConfig) -> tuple[str, list[str]]:
-    """The pipeline class of a model, and what to say about it beforehand. Nothing is downloaded here."""
+def _check_model(config: RunConfig) -> tuple[ModelSpec, list[str]]:
+    """The spec of a model, and what to say about it beforehand. Nothing is downloaded here."""
     model = config.model
-    location, named = model.path, None if model.architecture is None else pipeline_class(model.architecture)
+    location, named = model.path, None if model.architecture is None else spec_class(model.architecture)
     folder = locate(location)
     if folder is None:
         if named is None:
             raise TrainerError(
                 f"model.path={location!r} is neither a folder nor, as a Hugging Face Hub id, in the local cache; correct "
-                f"it, or set model.architecture ({', '.join(ARCHITECTURES)}) to have it downloaded when training starts"
+                f"it, or set model.architecture ({', '.join(available())}) to have it downloaded when training starts"
             )
-        return named, [f"model {location} is not on this machine; it will be downloaded when training starts"]
+        return named(), [f"model {location} is not on this machine; it will be downloaded when training starts"]
     index = folder / "model_index.json"
     if not index.is_file():
         raise TrainerError(
@@ -38,16 +42,16 @@ def _check_model(config: RunConfig) -> tuple[str, list[str]]:
             "DiffusionPipeline.save_pretrained wrote, a Hugging Face Hub id, or builtin:tiny_qwen_image"
         )
     pipeline = read_index(folder)["_class_name"]
-    if named not in (None, pipeline):
+    if named is not None and named.pipeline_class != pipeline:
         raise TrainerError(
-            f"model.architecture={model.architecture!r} means {named}, but model.path={location!r} is a {pipeline}; "
+            f"model.architecture={model.architecture!r} means {named.pipeline_class}, but model.path={location!r} is a {pipeline}; "
             "change one of them"
         )
     try:
-        pipeline = check_folder(folder)
-        known = any(pipeline == architecture.pipeline for architecture in ARCHITECTURES.values())
-        return pipeline, _warn_about_size(config, sum(map(math.prod, part_shapes(folder).values()))) if known else []
-    except TrainerError as error:
+        spec = check_folder(folder, model.architecture)
+        known = type(spec).__module__.startswith("model_specs.")
+        return spec, _warn_about_size(config, sum(map(math.prod, part_shapes(folder).values()))) if known else []
+    except (TrainerError, SpecError) as error:
         raise TrainerError(f"model.path={location!r}: {error}") from error
 
 
@@ -76,7 +80,7 @@ def _warn_about_size(config: RunConfig, parameters: int) -> list[str]:
     ]
 
 
-def _check_first_lora(path: str | None, pipeline: str, rank: int) -> list[str]:
+def _check_first_lora(path: str | None, names: str, rank: int) -> list[str]:
     """Read the LoRA that training starts from: a file of another kind or model ends here. Returns what to say about it."""
     if path is None:
         return []
@@ -85,7 +89,7 @@ def _check_first_lora(path: str | None, pipeline: str, rank: int) -> list[str]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            payload, _ = load_any(path, architecture=pipeline)
+            payload, _ = load_any(path, architecture=names)
         except (LoRASyncError, OSError) as error:
             raise TrainerError(f"model.lora_adapter_path={path!r}: {error}") from error
     other = [len(tensor) for name, tensor in payload.tensors.items() if ".lora_A." in name and len(tensor) != rank]
@@ -96,7 +100,7 @@ def _check_first_lora(path: str | None, pipeline: str, rank: int) -> list[str]:
     return [f"model.lora_adapter_path: {warning.message}" for warning in said]
 
 
-def _check_size(config: RunConfig, multiple: int | None) -> None:
+def _check_size(config: RunConfig, multiple: int) -> None:
     """Sizes that the model can draw."""
     for section, drawn in (
         ("pipeline", config.rollout.pipeline),
@@ -105,9 +109,9 @@ def _check_size(config: RunConfig, multiple: int | None) -> None:
         for name in ("height", "width"):
             side = getattr(drawn, name)
             require(
-                multiple is None or side % multiple == 0,
+                side % multiple == 0,
                 f"rollout.{section}.{name}={side} must be a multiple of {multiple} for this model, such as "
-                f"{max(round(side / (multiple or 1)), 1) * (multiple or 1)}",
+                f"{max(round(side / multiple), 1) * multiple}",
             )
 
 
@@ -150,8 +154,8 @@ def validate_config(config: RunConfig) -> list[str]:
     """
     r, t, d, a = config.rollout, config.trainer, config.data, config.actor
     check_values(RunConfig, to_tree(config))  # `compose` did; a config that was made in Python comes here first
-    pipeline, notes = _check_model(config)
-    notes += _check_first_lora(config.model.lora_adapter_path, pipeline, config.model.lora_rank)
+    spec, notes = _check_model(config)
+    notes += _check_first_lora(config.model.lora_adapter_path, spec.lora_names, config.model.lora_rank)
     train, val = load_prompt_sets(d)
     PromptSampler(train, d.prompts_per_step, t.seed)
     _check_reward(config, [*train, *val])
@@ -165,9 +169,10 @@ def validate_config(config: RunConfig) -> list[str]:
     if folder is not None:
         check_experts(config, read_index(folder))
         check_heads(config, folder)
-        _check_size(config, size_multiple(folder, pipeline))
+        _check_size(config, size_multiple(spec))
         drawn = ((train, r.pipeline), (val[: d.val_max_prompts], r.val_kwargs.pipeline))
         check_lengths(
+            spec,
             folder,
             (
                 (where, text, drawing.max_sequence_length)
@@ -191,7 +196,7 @@ def validate_config(config: RunConfig) -> list[str]:
     samples = d.prompts_per_step * r.n
     held_out = min(len(val), d.val_max_prompts)
     return [
-        f"trains {pipeline} at {r.pipeline.height}x{r.pipeline.width} with loss {a.diffusion_loss.loss_mode}, "
+        f"trains {spec.pipeline_class} at {r.pipeline.height}x{r.pipeline.width} with loss {a.diffusion_loss.loss_mode}, "
         f"LoRA rank {config.model.lora_rank}, reward {config.reward.name}",
         *notes,
         *_warnings(config),

@@ -182,7 +182,7 @@ class ActorRolloutRefWorker:
         from lora_sync import export
 
         payload = self._payload("default", max(self.version, 0))
-        return str(export(payload, "diffusers", folder, architecture=self.engine.spec.name))
+        return str(export(payload, "diffusers", folder, architecture=self.engine.spec.lora_names))
 
     def describe(self) -> dict[str, str]:
         """What trains where, for the report."""
