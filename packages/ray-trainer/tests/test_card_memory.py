@@ -5,11 +5,11 @@ import math
 
 import pytest
 from accelerate import init_empty_weights
-from model_specs import get_spec_for, tiny
+from model_specs import available, get_spec_for, tiny
 from ray_trainer.card_memory import GB, Machine, foresee, measure, place
 from ray_trainer.config import compose
 from ray_trainer.errors import TrainerError
-from ray_trainer.model_folder import ARCHITECTURES, part_shapes
+from ray_trainer.model_folder import part_shapes
 
 FULL = ["model.lora_rank=64", "actor.fsdp_config.model_dtype=bf16", "rollout.dtype=bfloat16", "trainer.num_workers=8",
         "actor.ppo_micro_batch_size_per_gpu=8", "model.enable_gradient_checkpointing=true", "rollout.pipeline.height=512",
@@ -25,7 +25,7 @@ def make(*keys):
 
 
 @pytest.mark.parametrize("target", ["all-linear", "attention", "[to_q,to_v]", r".*\.0\..*to_k"])
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "sd35", "wan_5b"])
+@pytest.mark.parametrize("name", [*available(), "sd35", "wan_5b"])
 def test_parameters_and_adapters_are_those_of_the_engine(name, target, tmp_path):
     from fsdp_diffusers_engine import adapters
 

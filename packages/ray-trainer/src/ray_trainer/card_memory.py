@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdp_diffusers_engine.config import Sharding
+from model_specs import get_spec_for
 
 from ray_trainer.cluster import cluster_address, memory_mb
 from ray_trainer.config import RunConfig
 from ray_trainer.errors import TrainerError
-from ray_trainer.model_folder import part_shapes, parts, read_index, size_multiple
+from ray_trainer.model_folder import part_shapes, parts, size_multiple
 from ray_trainer.models import locate
 from ray_trainer.prompts import ROOM, load_prompt_sets
 
@@ -101,7 +102,7 @@ def measure(folder: Path, config: RunConfig, text: int) -> Needs:
         for shape in part_shapes(folder, part).values()
     )
     width = min((min(shape) for name, shape in layers.items() if _ATTENTION.match(name)), default=0)
-    cell = size_multiple(folder, read_index(folder)["_class_name"]) or 16
+    cell = size_multiple(get_spec_for(folder, model.architecture))
     frames = 1 + (drawn.num_frames - 1) // 4
     tokens = drawn.height * drawn.width / cell**2 * frames + text
     row = tokens * width * _BYTES["bf16" if dtype == 2 else "fp32"]
