@@ -5,6 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
+from ray_trainer.config import known_keys
+from ray_trainer.values import is_section
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -37,6 +40,27 @@ def test_files_that_a_page_names_exist(page):
     sources = [ROOT, *ROOT.glob("packages/*/src"), *ROOT.glob("packages/*/src/*"), *ROOT.glob("packages/*")]
     for name in re.findall(r"`((?:\w[\w-]*/)*[\w-]+\.(?:py|md|yaml))`", page.read_text(encoding="utf-8")):
         assert any((source / name).exists() for source in sources), f"{page.name} names {name}, which is nowhere"
+
+
+def keys_of(tree, prefix=""):
+    """Every dotted key of a recipe, sections included."""
+    inner = tree.items() if isinstance(tree, dict) else ()
+    return {prefix}.union(*(keys_of(value, f"{prefix}.{key}".lstrip(".")) for key, value in inner))
+
+
+def test_every_key_is_used_by_a_recipe_or_explained_on_a_page():
+    recipes = [file for place in ("apps", "packages") for file in ROOT.glob(f"{place}/*/src/**/recipes/*.yaml")]
+    known = set().union(*(keys_of(yaml.safe_load(file.read_text(encoding="utf-8"))) for file in recipes))
+    for page in [*ROOT.glob("*.md"), *PAGES, *ROOT.glob("packages/*/*.md"), *ROOT.glob("apps/*/*.md")]:
+        known |= set(re.findall(r"[a-z_]+(?:\.[a-z_]+)+(?:\.\*)?", page.read_text(encoding="utf-8")))
+    keys = [key for key, kind in known_keys().items() if is_section(kind) is None and key not in ("app", "recipe")]
+    assert [key for key in keys if not {key, key.rpartition(".")[0] + ".*"} & known] == []
+
+
+def test_every_key_on_the_page_of_keys_exists():
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)[^`]*`", (ROOT / "docs" / "keys.md").read_text(encoding="utf-8"))
+    assert len(named) > 50
+    assert set(named) <= set(known_keys())
 
 
 def test_every_metric_of_a_run_is_explained(finished_run):
