@@ -8,7 +8,6 @@ Where we read a quantity otherwise than a peer, the test converts explicitly; th
     ode          MixGRPO also scores its ODE steps against the SDE mean and never uses it; ours have no log-prob, and the
                  peer's numbers come out of sde_step when it is asked to score them.
     windows      MixGRPO's state machine trains nothing for one period at the end of its range; that is edge="empty".
-                 Flow-Factory's random subset comes unsorted; ours is ascending.
 """
 
 from __future__ import annotations
@@ -182,9 +181,10 @@ def test_solvers(step_dpm_vector: Any) -> None:
         order = p["order"] if "order" in p else {"dpm1": 1, "dpm2": 2, "ddim": 1, "flow": 1}[p["solver"]]
         x, history = g["in.x_init"], ()
         for k in range(p["N"]):
+            v = g["in.v_all"][k]
             result = ss.dpm_step(
                 x,
-                g["in.v_all"][k],
+                v,
                 sigmas[k],
                 sigmas[k + 1],
                 history,
@@ -192,7 +192,7 @@ def test_solvers(step_dpm_vector: Any) -> None:
                 solver_type=p.get("solver_type", "midpoint"),
             )
             # The history has to keep what the full order needs, also where a step uses a lower one.
-            history = (ss.PastOutput(sigmas[k], result.x0), *history)[: order - 1]
+            history = (ss.read_out(x, v, sigmas[k]), *history)[: order - 1]
             x = result.prev_sample
             close(x, g["out.traj"][k + 1])
             if order == 1:
@@ -200,13 +200,6 @@ def test_solvers(step_dpm_vector: Any) -> None:
                     g["out.traj"][k], g["in.v_all"][k], sigmas[k], sigmas[k + 1], kind="ode", noise_level=0
                 )
                 close(euler.prev_sample, g["out.traj"][k + 1])
-    elif "out.x0" in g:
-        k = p["step_index"]
-        result = ss.dpm_step(g["in.x"], g["in.v"], sigmas[k], sigmas[k + 1], order=1, sde=True, noise=g["in.noise"])
-        close(result.prev_sample, g["out.next"])
-        close(result.x0, g["out.x0"])
-        assert result.step.log_prob is not None
-        close(result.step.log_prob, g["out.log_prob"])
     else:
         k = p["step_index"]
         velocity = (g["in.x"] - g["in.x0"]) / sigmas[k]  # the peer is handed x̂0
@@ -231,15 +224,11 @@ def test_windows(windows_vector: Any) -> None:
             "at_end": "roll_back" if p["roll_back"] else "clamp",
             "edge": "empty",
         }
-        window = ss.ExponentialDecay(**arguments) if case == "mix.exp_decay" else ss.Progressive(**arguments)
+        window = ss.Progressive(**arguments)
         for i in range(steps):
             start, end = int(windows_vector["out.start"][i]), int(windows_vector["out.end"][i])
             assert window.start(i) == int(windows_vector["out.cur"][i])
             assert window.steps(i) == (() if start < 0 else tuple(range(start, end)))
-    elif case == "ff.random_subset":
-        subset = ss.RandomSubset(p["sde_steps"], p["num_sde_steps"], seed=42)
-        for i, expected in enumerate(windows_vector["out.steps"].tolist()):
-            assert subset.steps(i) == tuple(sorted(expected))
     else:
         size = p.get("size", p.get("sde_window_size"))
         bounds = tuple(p.get("range", p.get("sde_window_range")))
@@ -258,9 +247,7 @@ def test_mixgrpo_rollouts(rollout_mixgrpo_vector: Any) -> None:
     close(full.sigmas, g["in.sigmas"], 2e-7)
     schedule = full
     if flash:
-        schedule = ss.flash_schedule(
-            p["N"], window[-1] + 1, shift=options["shift"], ratio=options["dpm_post_compress_ratio"]
-        )
+        schedule = published_tail(full, window[-1] + 1, options["shift"], options["dpm_post_compress_ratio"])
     expected = g["out.all_latents"]
     steps = schedule.num_steps
     assert expected.shape[1] == steps + 1
@@ -321,6 +308,14 @@ def test_mixgrpo_rollouts(rollout_mixgrpo_vector: Any) -> None:
                 prev_sample=expected[:, k + 1],
             )
             close(step.log_prob, g["out.log_probs"][:, k], 1e-5)
+
+
+def published_tail(full: ss.SigmaSchedule, end: int, shift: float, ratio: float) -> ss.SigmaSchedule:
+    """MixGRPO-Flash's own grid: the points of the tail lie evenly before the shift."""
+    points = max(int((full.num_steps - (end - 1)) * ratio), 2)
+    even = torch.linspace(float(torch.linspace(1.0, 0.0, full.num_steps + 1)[end]), 0.0, points)
+    shifted = shift * even / (1 + (shift - 1) * even)
+    return ss.SigmaSchedule(torch.cat([full.sigmas[: end + 1], shifted[1:]]))
 
 
 def _toy(x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:

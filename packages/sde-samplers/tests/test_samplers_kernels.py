@@ -15,7 +15,6 @@ import pytest
 import sde_samplers as ss
 import torch
 from sde_samplers.fast import kernels
-from sde_samplers.logprob import log_prob_terms
 from sde_samplers.steps import reference_step
 
 pytest.importorskip("triton")
@@ -67,9 +66,8 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype, per_sample: bool, kind: s
 )
 def test_fused_is_the_reference(shape: Any, kind: ss.Kind, form: ss.LogProbForm, mode: str, per_sample: bool) -> None:
     x, v, z, coefficients = inputs(shape, torch.float32, per_sample, kind)
-    terms = log_prob_terms(coefficients.std, x[0].numel(), form)
     noise, target = (z, None) if mode == "draw" else (None, z)
-    prev, log_prob, std = kernels.fused_step(x, v, noise, target, coefficients, terms)
+    prev, mean, std, log_prob = kernels.step(x, v, coefficients, noise=noise, prev_sample=target, form=form)
     expected_prev, expected_mean, expected_std, expected = reference_step(
         x, v, coefficients, noise=noise, prev_sample=target, form=form
     )
@@ -84,7 +82,6 @@ def test_fused_is_the_reference(shape: Any, kind: ss.Kind, form: ss.LogProbForm,
     for ours, theirs in zip(fused_grads, reference_grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
-    mean = kernels.fused_mean(x, v, coefficients)
     assert torch.equal(mean, expected_mean)
     for ours, theirs in zip(
         torch.autograd.grad(mean.square().sum(), (x, v)),
@@ -98,8 +95,7 @@ def test_fused_is_the_reference(shape: Any, kind: ss.Kind, form: ss.LogProbForm,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_inputs_are_computed_in_fp32(dtype: torch.dtype) -> None:
     x, v, z, coefficients = inputs((2, 6, 50), dtype, True, "flow_sde")
-    terms = log_prob_terms(coefficients.std, 300, "density")
-    prev, log_prob, _ = kernels.fused_step(x, v, z, None, coefficients, terms)
+    prev, _, _, log_prob = kernels.step(x, v, coefficients, noise=z, prev_sample=None, form="density")
     step = reference_step(x, v, coefficients, noise=z, prev_sample=None, form="density")
     expected_prev, expected = step.prev_sample, step.log_prob
     assert prev.dtype == torch.float32
@@ -112,41 +108,52 @@ def test_low_precision_inputs_are_computed_in_fp32(dtype: torch.dtype) -> None:
 
 
 @runs_kernels
-def test_storage_rounding_before_the_score() -> None:
-    x, v, z, coefficients = inputs((2, 6, 50), torch.float32, False, "flow_sde")
-    terms = log_prob_terms(coefficients.std, 300, "density")
-    prev, log_prob, _ = kernels.fused_step(x, v, z, None, coefficients, terms, torch.float16)
-    assert torch.equal(prev.half().float(), prev)
-    _, scored, _ = kernels.fused_step(x, v, None, prev, coefficients, terms)
-    assert torch.equal(scored, log_prob)
+def test_late_mean_refuses_changed_inputs_and_keeps_the_grad_mode() -> None:
+    x, v, z, coefficients = inputs((2, 6, 5), torch.float32, False, "flow_sde")
+
+    def step(x: torch.Tensor = x) -> ss.SdeStep:
+        return kernels.step(x, v, coefficients, noise=z, prev_sample=None, form="density")
+
+    changed = x.detach().clone()
+    late = step(changed)
+    changed.add_(1)
+    with pytest.raises(ss.SamplerError, match="in place"):
+        _ = late.mean
+    with torch.no_grad():
+        frozen = step()
+    assert not frozen.mean.requires_grad
+    alive = step()
+    with torch.no_grad():
+        assert alive.mean.requires_grad
+    with torch.inference_mode():
+        assert step(x.clone()).mean is not None
 
 
 @runs_kernels
 def test_nothing_is_computed_for_gradients_nobody_asks_for() -> None:
     x, v, z, coefficients = inputs((2, 6, 5), torch.float32, False, "flow_sde")
-    terms = log_prob_terms(coefficients.std, 30, "density")
     x.requires_grad_(False)
-    _, log_prob, _ = kernels.fused_step(x, v, None, z, coefficients, terms)
+    log_prob = kernels.step(x, v, coefficients, noise=None, prev_sample=z, form="density").log_prob
     (grad,) = torch.autograd.grad(log_prob.sum(), v)
     assert bool(torch.isfinite(grad).all())
     with torch.no_grad():
-        _, log_prob, _ = kernels.fused_step(x, v, None, z, coefficients, terms)
+        log_prob = kernels.step(x, v, coefficients, noise=None, prev_sample=z, form="density").log_prob
     assert not log_prob.requires_grad
 
 
 @runs_kernels
 def test_a_nan_reaches_the_log_prob() -> None:
     x, v, z, coefficients = inputs((2, 6, 50), torch.float32, False, "flow_sde")
-    terms = log_prob_terms(coefficients.std, 300, "density")
     v = v.detach().clone()
     v[1, 3, 7] = float("nan")
-    _, log_prob, _ = kernels.fused_step(x.detach(), v, z, None, coefficients, terms)
+    log_prob = kernels.step(x.detach(), v, coefficients, noise=z, prev_sample=None, form="density").log_prob
     assert torch.isfinite(log_prob).tolist() == [True, False]
 
 
 def test_block_sizes_are_powers_of_two_and_depend_on_the_sample_only() -> None:
     for elements in (1, 3, 255, 257, 5000, 1 << 16, 1 << 20, 1 << 22, 1 << 30):
-        block, warps = kernels.block_size(elements)
+        grid, block, warps = kernels.launch_grid(torch.empty(3, elements, device="meta"))
+        assert grid == (-(-elements // block), 3)
         assert block & (block - 1) == 0
         assert 256 <= block <= 16384
         assert warps in (4, 8, 16)

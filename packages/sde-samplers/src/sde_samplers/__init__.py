@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import MissingDependencyError, NonFiniteError, ReplayMismatchError, SamplerError
+from .errors import NonFiniteError, ReplayMismatchError, SamplerError
 from .kinds import KINDS, LOG_PROB_FORMS, Kind, LogProbForm, SamplerKind, find_kind
 from .settings import SOLVERS, SamplerSettings
 
 if TYPE_CHECKING:
     from .coefficients import StepCoefficients, step_coefficients
     from .denoise import rollout
-    from .flash import flash_schedule, thin_tail
+    from .flash import thin_tail
     from .logprob import HALF_LOG_TWO_PI, gaussian_log_prob
     from .noise import draw_noise, initial_noise, sample_generator
     from .rescore import replay
@@ -29,25 +29,23 @@ if TYPE_CHECKING:
         from_diffusers,
         mu_from_tokens,
     )
-    from .scheduler import FlowMatchSDEScheduler
-    from .solvers import DpmStep, PastOutput, dpm_coefficients, dpm_step, effective_order
+    from .solvers import PastOutput, dpm_coefficients, dpm_step, effective_order, read_out
     from .steps import sde_step
     from .types import SdeStep, Trajectory, VelocityFn
-    from .windows import Decay, ExponentialDecay, Fixed, Progressive, Random, RandomSubset, Window, per_sample
+    from .windows import Fixed, Progressive, Random, Window
 
 _HOMES = {
     "coefficients": "StepCoefficients step_coefficients",
-    "flash": "flash_schedule thin_tail",
+    "flash": "thin_tail",
     "logprob": "HALF_LOG_TWO_PI gaussian_log_prob",
     "noise": "draw_noise initial_noise sample_generator",
     "rescore": "replay",
     "denoise": "rollout",
     "schedule": "FLUX_SHIFT QWEN_IMAGE_SHIFT QWEN_IMAGE_SHIFT_TERMINAL SigmaSchedule flow_match from_diffusers mu_from_tokens",
-    "scheduler": "FlowMatchSDEScheduler",
-    "solvers": "DpmStep PastOutput dpm_coefficients dpm_step effective_order",
+    "solvers": "PastOutput dpm_coefficients dpm_step effective_order read_out",
     "steps": "sde_step",
     "types": "SdeStep Trajectory VelocityFn",
-    "windows": "Decay ExponentialDecay Fixed Progressive Random RandomSubset Window per_sample",
+    "windows": "Fixed Progressive Random Window",
 }
 _LAZY = {name: module for module, names in _HOMES.items() for name in names.split()}
 
@@ -59,19 +57,13 @@ __all__ = [
     "QWEN_IMAGE_SHIFT",
     "QWEN_IMAGE_SHIFT_TERMINAL",
     "SOLVERS",
-    "Decay",
-    "DpmStep",
-    "ExponentialDecay",
     "Fixed",
-    "FlowMatchSDEScheduler",
     "Kind",
     "LogProbForm",
-    "MissingDependencyError",
     "NonFiniteError",
     "PastOutput",
     "Progressive",
     "Random",
-    "RandomSubset",
     "ReplayMismatchError",
     "SamplerError",
     "SamplerKind",
@@ -87,13 +79,12 @@ __all__ = [
     "draw_noise",
     "effective_order",
     "find_kind",
-    "flash_schedule",
     "flow_match",
     "from_diffusers",
     "gaussian_log_prob",
     "initial_noise",
     "mu_from_tokens",
-    "per_sample",
+    "read_out",
     "replay",
     "rollout",
     "sample_generator",

@@ -155,6 +155,15 @@ def for_each_sample(std: Scalar, sample: Tensor) -> Tensor:
     return torch.full((sample.shape[0],), std, dtype=torch.float32, device=sample.device)
 
 
+def times(factor: Scalar, latents: Tensor) -> Tensor:
+    """In fp32; `factor` is one number, or one per sample [B] that holds for all of its elements."""
+    if isinstance(factor, Tensor):
+        factor = factor.to(device=latents.device, dtype=torch.float32).reshape(-1, *([1] * (latents.ndim - 1)))
+    elif factor == 1.0:
+        return latents.to(torch.float32)
+    return latents.to(torch.float32) * factor
+
+
 def _marginal_keeping(t: Scalar, h: Scalar, half_rate: Scalar, variance: Scalar) -> StepCoefficients:
     """`half_rate` is s²/(2t): it multiplies (x + (1-t) v), which is -t times the score."""
     return StepCoefficients(1 - h * half_rate, -h * (1 + half_rate * (1 - t)), _sqrt(variance * h))

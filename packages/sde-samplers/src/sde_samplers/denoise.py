@@ -1,7 +1,7 @@
 """Sampling: noise to clean latents through any `velocity_fn(x, sigma)`, keeping the steps that will be trained.
 
 Steps of the window are stochastic (`kind`, `noise_level`); all others follow the ODE. The window is shared by the batch
-or differs per sample. Mixed windows as in MixGRPO, arXiv 2507.21802; its Flash tail is `flash.flash_schedule` with
+or differs per sample. Mixed windows as in MixGRPO, arXiv 2507.21802; its Flash tail is `flash.thin_tail` with
 `solver="dpm2"` and `solver_steps="post"`.
 """
 
@@ -20,7 +20,7 @@ from .logprob import check_form
 from .noise import Generators, draw_noise
 from .schedule import SigmaSchedule
 from .settings import SOLVERS
-from .solvers import PastOutput, SolverType, dpm_step, effective_order
+from .solvers import PastOutput, SolverType, dpm_step, effective_order, read_out
 from .steps import check_tensors, non_finite, take_step
 from .types import SdeStep, Trajectory, VelocityFn
 
@@ -43,7 +43,6 @@ def rollout(
     solver_type: SolverType = "midpoint",
     solver_steps: Literal["all", "post"] = "all",
     log_prob_form: LogProbForm | None = None,
-    storage_dtype: torch.dtype | None = None,
     fused: bool | None = None,
     check_finite: bool = True,
 ) -> Trajectory:
@@ -64,7 +63,6 @@ def rollout(
             holds the read-outs of stochastic steps too, as MixGRPO's does. Not with per-sample windows.
         solver_type: "midpoint" or "heun", the form of its second-order correction.
         solver_steps: "all" ODE steps, or those "post" (after) the window, Euler before it.
-        storage_dtype: see `sde_step`; applied to the trained steps.
         check_finite: on a CPU every step is checked at once; elsewhere the flags are read back once, at the end.
 
     Returns:
@@ -105,40 +103,28 @@ def rollout(
         active = (positions == k).any(dim=1)  # [B]: whose window holds this step
         if not bool(active.any()) and solver != "euler" and k >= multistep_from:
             order = effective_order(SOLVERS[solver], k, steps)
-            step = dpm_step(x, velocity, sigmas[k], sigmas[k + 1], history, order=order, solver_type=solver_type).step
+            step = dpm_step(x, velocity, sigmas[k], sigmas[k + 1], history, order=order, solver_type=solver_type)
             if check_finite and x.device.type == "cpu" and not bool(torch.isfinite(step.prev_sample.sum())):
                 raise non_finite("rollout", k, sample=x, velocity=velocity)
-        elif not bool(active.any()):
-            step = take_step(
-                x,
-                velocity,
-                step_coefficients("ode", sigmas[k], sigmas[k + 1], 0.0),
-                noise=None,
-                prev_sample=None,
-                form=None,
-                fused=fused,
-                check_finite=check_finite and x.device.type == "cpu",
-                where="rollout",
-                step_index=k,
-            )
         else:
+            t, u, drawn = sigmas[k], sigmas[k + 1], bool(active.any())
+            inside = _mixed(kind, t, u, noise_level, schedule.sigma_cap, None if shared else active) if drawn else None
             step = take_step(
                 x,
                 velocity,
-                _mixed(kind, sigmas[k], sigmas[k + 1], noise_level, schedule.sigma_cap, None if shared else active),
-                noise=_noise_for(k, x, active, generators, step_noise) if has_density else None,
+                inside or step_coefficients("ode", t, u, 0.0),
+                noise=_noise_for(k, x, active, generators, step_noise) if drawn and has_density else None,
                 prev_sample=None,
-                form=form if has_density else None,
-                storage_dtype=storage_dtype,
+                form=form if drawn and has_density else None,
                 fused=fused,
                 check_finite=check_finite and x.device.type == "cpu",
                 where="rollout",
                 step_index=k,
             )
-            recorder.record(k, active, x, step)
+            if drawn:
+                recorder.record(k, active, x, step)
         if solver != "euler":
-            read_out = PastOutput(sigmas[k], x - sigmas[k] * velocity.to(torch.float32))
-            history = (read_out, *history)[: SOLVERS[solver] - 1]
+            history = (read_out(x, velocity, sigmas[k]), *history)[: SOLVERS[solver] - 1]
         if check_finite and x.device.type != "cpu":
             flags.append(torch.isfinite(step.prev_sample.flatten(1).sum(dim=1)))
         x = step.prev_sample

@@ -25,7 +25,3 @@ class NonFiniteError(SamplerError):
 
 class ReplayMismatchError(SamplerError):
     """A trajectory is replayed under another schedule, window or dtype than the one it was sampled with."""
-
-
-class MissingDependencyError(SamplerError, ImportError):
-    """An optional dependency is not installed; the message holds the install command."""

@@ -56,6 +56,15 @@ def log_prob_terms(std: Scalar, elements: int, form: LogProbForm) -> tuple[Scala
     return offset_number, 1 / (2 * elements * std * std)
 
 
+def log_prob_of(squares: Tensor, std: Scalar, elements: int, form: LogProbForm) -> Tensor:
+    """[B] fp32 from `squares` [B], the sum of (x_u - mean)² over each sample's elements."""
+    total = squares.double()
+    offset, weight = (
+        value.to(total.device) if isinstance(value, Tensor) else value for value in log_prob_terms(std, elements, form)
+    )
+    return (offset - weight * total).to(torch.float32)
+
+
 def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor | float, *, form: LogProbForm = "density") -> Tensor:
     """[B] fp32 log-prob of `x` [B, ...] under N(mean, std² I); `std` a number or [B], gradient through every argument.
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from . import fast
-from .coefficients import Scalar, StepCoefficients, for_each_sample, step_coefficients
+from .coefficients import StepCoefficients, for_each_sample, step_coefficients, times
 from .errors import NonFiniteError, SamplerError
 from .kinds import Kind, LogProbForm, find_kind
-from .logprob import check_form, log_prob_terms
+from .logprob import check_form, log_prob_of
 from .noise import Generators, draw_noise
 from .types import SdeStep
 
@@ -33,7 +33,6 @@ def sde_step(
     noise: Tensor | None = None,
     generator: Generators = None,
     log_prob_form: LogProbForm | None = None,
-    storage_dtype: torch.dtype | None = None,
     fused: bool | None = None,
     check_finite: bool | None = None,
 ) -> SdeStep:
@@ -53,10 +52,7 @@ def sde_step(
         generator: draws the noise when neither of the two is given: one torch.Generator, one per sample, or None for
             torch's default generator.
         log_prob_form: None for the kind's own, see `logprob.py`.
-        storage_dtype: round a drawn x_u to this dtype before it is scored, so that a caller who stores latents in
-            bf16 replays the same values (Flow-Factory). The result is still fp32.
-        fused: None takes whatever of `fast/` suits the tensors (on CUDA the Triton kernel), True demands the kernel, False takes
-            `reference_step`.
+        fused: None takes the Triton kernel where it runs (on CUDA), True demands it, False takes `reference_step`.
         check_finite: raise NonFiniteError on NaN or inf. None means on the CPU only, since it waits for the device.
 
     Returns:
@@ -83,7 +79,6 @@ def sde_step(
         noise=noise if has_density else None,
         prev_sample=prev_sample,
         form=form if has_density else None,
-        storage_dtype=storage_dtype,
         fused=fused,
         check_finite=check_finite,
         where=f"sde_step(kind={kind!r}, sigma={_brief(sigma)}, sigma_next={_brief(sigma_next)})",
@@ -98,19 +93,17 @@ def reference_step(
     noise: Tensor | None,
     prev_sample: Tensor | None,
     form: LogProbForm | None,
-    storage_dtype: torch.dtype | None = None,
 ) -> SdeStep:
     """The step as its formula, in plain torch with the gradient of autograd. Arguments as in `take_step`.
 
     mean = a x + b v        x_u = mean + S z        log p = mean over the elements of ln N(x_u; mean, S²)
     """
     a, b, std = coefficients
-    mean = _times(a, sample) + _times(b, velocity)
+    mean = times(a, sample) + times(b, velocity)
     if prev_sample is not None:
         x_u = prev_sample.to(torch.float32)
     elif noise is not None:
-        x_u = mean + _times(std, noise)
-        x_u = x_u.to(storage_dtype or torch.float32).to(torch.float32)
+        x_u = mean + times(std, noise)
     else:
         x_u = mean
     x_u = x_u.detach()
@@ -118,11 +111,8 @@ def reference_step(
     if form is None:
         return SdeStep(x_u, mean, total_std, None)
     distance = (x_u - mean).flatten(1)
-    offset, weight = log_prob_terms(
-        coefficients.std, distance.shape[1], form
-    )  # of the density: -ln S - ½ ln 2π, 1/(2 S² D)
-    squares = (distance * distance).sum(dim=1).double()
-    return SdeStep(x_u, mean, total_std, (_on(offset, squares) - _on(weight, squares) * squares).to(torch.float32))
+    squares = (distance * distance).sum(dim=1)
+    return SdeStep(x_u, mean, total_std, log_prob_of(squares, std, distance.shape[1], form))
 
 
 def take_step(
@@ -133,7 +123,6 @@ def take_step(
     noise: Tensor | None,
     prev_sample: Tensor | None,
     form: LogProbForm | None,
-    storage_dtype: torch.dtype | None = None,
     fused: bool | None = None,
     check_finite: bool | None = None,
     where: str = "step",
@@ -145,9 +134,7 @@ def take_step(
     `sde_step`.
     """
     step_fn = fast.pick(fused, sample, velocity, noise, prev_sample) or reference_step
-    step = step_fn(
-        sample, velocity, coefficients, noise=noise, prev_sample=prev_sample, form=form, storage_dtype=storage_dtype
-    )
+    step = step_fn(sample, velocity, coefficients, noise=noise, prev_sample=prev_sample, form=form)
     if check_finite or (check_finite is None and sample.device.type == "cpu"):
         # The squared distance is NaN or inf as soon as one element of any input is, so [B] numbers tell.
         evidence = step.prev_sample.flatten(1).sum(dim=1) if step.log_prob is None else step.log_prob.detach()
@@ -198,19 +185,6 @@ def non_finite(where: str, step_index: int | None, **tensors: Tensor | None) -> 
         step_index,
         tuple(rows),
     )
-
-
-def _times(factor: Scalar, latents: Tensor) -> Tensor:
-    """In fp32; `factor` is one number, or one per sample [B] that holds for all of its elements."""
-    if isinstance(factor, Tensor):
-        factor = factor.to(device=latents.device, dtype=torch.float32).reshape(-1, *([1] * (latents.ndim - 1)))
-    elif factor == 1.0:
-        return latents.to(torch.float32)
-    return latents.to(torch.float32) * factor
-
-
-def _on(value: Scalar, like: Tensor) -> Scalar:
-    return value.to(like.device) if isinstance(value, Tensor) else value
 
 
 def _brief(value: float | Tensor) -> str:

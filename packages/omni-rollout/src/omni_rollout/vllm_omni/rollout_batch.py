@@ -22,6 +22,7 @@ from sde_samplers import (
     dpm_step,
     effective_order,
     find_kind,
+    read_out,
     sde_step,
     thin_tail,
 )
@@ -113,7 +114,7 @@ class RolloutBatch:
             before, v = (x, velocity) if everyone else (x[members], velocity[members])
             if move.order:
                 past = [p if everyone else PastOutput(p.sigma, p.x0[members]) for p in self.past[: move.past]]
-                step = dpm_step(before, v, t, u, tuple(past), order=move.order).step
+                step = dpm_step(before, v, t, u, past, order=move.order)
             else:
                 draws = find_kind(move.kind).stochastic
                 step = sde_step(
@@ -131,7 +132,7 @@ class RolloutBatch:
             after[members] = step.prev_sample
         depth = max(SOLVERS[row.settings.solver] for row in self.rows) - 1
         if depth:
-            self.past = (PastOutput(t, x - t * velocity.to(torch.float32)), *self.past)[:depth]
+            self.past = (read_out(x, velocity, t), *self.past)[:depth]
         self.x, self.step = after, k + 1
         return after
 

@@ -1,10 +1,6 @@
-"""The step of `steps.reference_step` with less traffic to memory: the same arguments, the same numbers.
+"""The step of `steps.reference_step` in one pass over memory, on CUDA: the same arguments, the same numbers.
 
-    kernels   one fused Triton kernel, on CUDA
-    chunks    a large batch on a CPU, piece by piece through the cache
-
-A small batch on a CPU gains nothing here, so the reference itself takes it. Nothing outside this folder depends on it but one call
-in `steps.take_step`.
+Nothing outside this folder depends on it but one call in `steps.take_step`.
 """
 
 from __future__ import annotations
@@ -15,11 +11,13 @@ from torch import Tensor
 
 from ..errors import SamplerError
 from ..types import SdeStep
-from . import chunks, kernels
+from . import kernels
 
 
-def pick(fused: bool | None, sample: Tensor, *others: Tensor | None) -> Callable[..., SdeStep] | None:
-    """The fast step for these tensors, or None where the reference is as fast or the only one.
+def pick(
+    fused: bool | None, sample: Tensor, velocity: Tensor, noise: Tensor | None, prev_sample: Tensor | None
+) -> Callable[..., SdeStep] | None:
+    """The fused step for these tensors, or None where the reference is the only one, or as fast (a step without noise).
 
     It looks at device, dtype and shape alone, so that a rollout and its replay take the same way.
 
@@ -31,9 +29,9 @@ def pick(fused: bool | None, sample: Tensor, *others: Tensor | None) -> Callable
     """
     if fused is False:
         return None
-    reason = kernels.why_unavailable(sample, *others)
+    reason = kernels.why_unavailable(sample, velocity, noise, prev_sample)
     if reason is None:
-        return kernels.step
+        return None if noise is None and prev_sample is None else kernels.step
     if fused:
         raise SamplerError(f"fused=True, but {reason}; pass fused=None to fall back to plain torch")
-    return chunks.step if sample.device.type == "cpu" and sample.numel() > chunks.CPU_CHUNK else None
+    return None

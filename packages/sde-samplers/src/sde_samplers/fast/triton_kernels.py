@@ -1,12 +1,12 @@
 """The Triton code of the fused step. Imported only where it runs: it needs triton, which the package does not require.
 
 Layout: a batch of B rows of `elements` contiguous numbers. One program handles BLOCK of them, so it loads x, v and the
-noise (or the sample to score) once, writes the new sample once, and leaves one partial sum of (x_u - mean)². A second,
-tiny kernel adds the partial sums of a row in a fixed order, so results are the same in every run; atomics would not be.
+noise (or the sample to score) once, writes the new sample once, and leaves one partial sum of (x_u - mean)². Torch adds the
+partial sums of a row in a fixed order, so results are the same in every run; atomics would not be.
 
 Compiled without fused multiply-add: the sample then has the bits of the plain torch version.
-Coefficients are kernel arguments when the batch shares them, else rows of a table [B, 5] (PER_SAMPLE) with the columns
-scale_x, scale_v, std, and the offset and weight of the log-prob. EVICTION is the cache policy of the loads.
+Coefficients are kernel arguments when the batch shares them, else rows of a table [B, 3] (PER_SAMPLE) with the columns
+scale_x, scale_v, std. EVICTION is the cache policy of the loads.
 """
 
 # mypy: ignore-errors
@@ -31,16 +31,15 @@ def step_kernel(
     blocks,
     PER_SAMPLE: tl.constexpr,
     DRAW: tl.constexpr,
-    ROUND_TO: tl.constexpr,  # "none" | "bf16" | "fp16"
     EVICTION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if PER_SAMPLE:
-        scale_x = tl.load(table_ptr + row * 5)
-        scale_v = tl.load(table_ptr + row * 5 + 1)
-        std = tl.load(table_ptr + row * 5 + 2)
+        scale_x = tl.load(table_ptr + row * 3)
+        scale_v = tl.load(table_ptr + row * 3 + 1)
+        std = tl.load(table_ptr + row * 3 + 2)
     inside = block * BLOCK + tl.arange(0, BLOCK)
     mask = inside < elements
     at = row * elements + inside
@@ -50,10 +49,6 @@ def step_kernel(
     mean = scale_x * x + scale_v * v
     if DRAW:
         prev = mean + std * z
-        if ROUND_TO == "bf16":
-            prev = prev.to(tl.bfloat16).to(tl.float32)
-        if ROUND_TO == "fp16":
-            prev = prev.to(tl.float16).to(tl.float32)
         tl.store(prev_ptr + at, prev, mask=mask)
     else:
         prev = z
@@ -62,66 +57,16 @@ def step_kernel(
 
 
 @triton.jit
-def finish_kernel(
-    partial_ptr,
-    out_ptr,  # [2, B]: log-prob, total std
-    table_ptr,
-    std,
-    offset,
-    weight,
-    blocks,
-    PER_SAMPLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    if PER_SAMPLE:
-        std = tl.load(table_ptr + row * 5 + 2)
-        offset = tl.load(table_ptr + row * 5 + 3)
-        weight = tl.load(table_ptr + row * 5 + 4)
-    lane = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, blocks, BLOCK):
-        total += tl.load(partial_ptr + row * blocks + start + lane, mask=start + lane < blocks, other=0.0)
-    tl.store(out_ptr + row, offset - weight * tl.sum(total, axis=0))
-    tl.store(out_ptr + tl.num_programs(0) + row, std)
-
-
-@triton.jit
-def mean_kernel(
-    x_ptr,
-    v_ptr,
-    mean_ptr,
-    table_ptr,
-    scale_x,
-    scale_v,
-    elements,
-    PER_SAMPLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(1).to(tl.int64)
-    if PER_SAMPLE:
-        scale_x = tl.load(table_ptr + row * 5)
-        scale_v = tl.load(table_ptr + row * 5 + 1)
-    inside = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = inside < elements
-    at = row * elements + inside
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    v = tl.load(v_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(mean_ptr + at, scale_x * x + scale_v * v, mask=mask)
-
-
-@triton.jit
 def grad_kernel(
     x_ptr,
     v_ptr,
     prev_ptr,
-    upstream_ptr,  # [B] fp32: gradient of the log-prob
+    factor_ptr,  # [B] fp32: gradient of the mean, but for (prev - mean)
     grad_x_ptr,
     grad_v_ptr,
     table_ptr,
     scale_x,
     scale_v,
-    weight,
     elements,
     PER_SAMPLE: tl.constexpr,
     NEEDS_X: tl.constexpr,
@@ -130,16 +75,15 @@ def grad_kernel(
 ):
     row = tl.program_id(1).to(tl.int64)
     if PER_SAMPLE:
-        scale_x = tl.load(table_ptr + row * 5)
-        scale_v = tl.load(table_ptr + row * 5 + 1)
-        weight = tl.load(table_ptr + row * 5 + 4)
+        scale_x = tl.load(table_ptr + row * 3)
+        scale_v = tl.load(table_ptr + row * 3 + 1)
     inside = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = inside < elements
     at = row * elements + inside
     x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     v = tl.load(v_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     prev = tl.load(prev_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    grad_mean = 2 * weight * tl.load(upstream_ptr + row) * (prev - (scale_x * x + scale_v * v))
+    grad_mean = tl.load(factor_ptr + row) * (prev - (scale_x * x + scale_v * v))
     if NEEDS_X:
         tl.store(grad_x_ptr + at, (scale_x * grad_mean).to(grad_x_ptr.dtype.element_ty), mask=mask)
     if NEEDS_V:
