@@ -17,7 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 UV = shutil.which("uv")
 TORCH = ["torch==2.13.0"]
-LEAVES = ["sde-samplers", "diffusion-losses", "lora-sync", "image-rewards"]
+LEAVES = ["sde-samplers", "diffusion-losses", "lora-sync", "image-rewards", "run-report"]
+NO_TORCH = {"image-rewards", "run-report"}
 CONSTRAINTS = [f"{name}=={version}" for name, version in (("diffusers", "0.40.0"), ("transformers", "5.14.1"))]
 
 pytestmark = pytest.mark.skipif(UV is None, reason="needs uv, which the README's command installs")
@@ -55,7 +56,7 @@ def dist(tmp_path_factory):
 
 @pytest.mark.parametrize("name", LEAVES)
 def test_a_leaf_installs_with_pip_and_its_example_runs(name, tmp_path):
-    python = empty_environment(tmp_path, *([] if name == "image-rewards" else TORCH))
+    python = empty_environment(tmp_path, *([] if name in NO_TORCH else TORCH))
     command(python, "-m", "pip", "install", "--quiet", ROOT / "packages" / name, cwd=tmp_path)
     command(python, "-c", example(name), cwd=tmp_path)
 

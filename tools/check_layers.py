@@ -22,12 +22,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lora_sync": set(),
     "image_rewards": set(),
     "model_specs": set(),
+    "run_report": set(),
     "fsdp_diffusers_engine": ENGINE,
     "omni_rollout": {"sde_samplers", "lora_sync", "model_specs"},
     # The loop is the one place that sees both sides, so it may also name what they are made of.
-    "ray_trainer": LOOP | ENGINE,
-    "flowgrpo": {"ray_trainer"} | LOOP | ENGINE,
-    "dpo_online": {"ray_trainer"} | LOOP | ENGINE,
+    "ray_trainer": LOOP | ENGINE | {"run_report"},
+    "flowgrpo": {"ray_trainer", "run_report"} | LOOP | ENGINE,
+    "dpo_online": {"ray_trainer", "run_report"} | LOOP | ENGINE,
 }
 # Third parties that a package must never import while it is itself imported: extras, or somebody else's business.
 LAZY_ONLY: dict[str, set[str]] = {
@@ -36,6 +37,7 @@ LAZY_ONLY: dict[str, set[str]] = {
     "lora_sync": {"diffusers", "peft", "ray"},
     "image_rewards": {"ray", "torch", "transformers", "fastapi", "httpx", "rapidocr"},
     "model_specs": {"ray", "peft"},
+    "run_report": {"torch", "ray", "diffusers", "rich"},
     "fsdp_diffusers_engine": {"ray"},
     "omni_rollout": {"ray", "diffusers", "model_specs", "vllm", "vllm_omni", "peft"},
     "ray_trainer": {"ray", "diffusers", "transformers"},

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ray_trainer.report import compare, load_validations, read_metrics
+from run_report import compare, load_validations, read_metrics
 
 
 def broken_promises(folder: Path) -> list[str]:

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ray_trainer.report import compare, load_validations, read_metrics
+from run_report import compare, load_validations, read_metrics
 
 ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,8 +18,8 @@ from diffusers import QwenImagePipeline
 from image_rewards import RewardSample, load
 from ray_trainer.models import fetch
 from ray_trainer.prompts import load_prompts
-from ray_trainer.report import load_validations
-from ray_trainer.report.stats import estimate
+from run_report import load_validations
+from run_report.stats import estimate
 from sde_samplers import initial_noise, sample_generator
 
 SHOWN = ("strict", "count", "color", "shape", "background", "clean")
@@ -48,7 +48,7 @@ def main(folder: Path) -> None:
             [RewardSample(p, r.prompt, metadata[r.prompt]) for p, r in zip(pictures, records, strict=True)]
         )
         values = {name: np.array([s.components[name] for s in scores]).reshape(-1, val["n"]).mean(1) for name in SHOWN}
-        line = {name: estimate(by_prompt) for name, by_prompt in values.items()}
+        line = {name: estimate(list(by_prompt)) for name, by_prompt in values.items()}
         print(f"{state}  " + "  ".join(f"{name} {e.mean:.3f} ± {e.stderr:.3f}" for name, e in line.items()))
 
 

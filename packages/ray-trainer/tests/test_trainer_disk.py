@@ -4,7 +4,7 @@ import errno
 
 import pytest
 from ray_trainer.failure import disk_full
-from ray_trainer.report import MetricsWriter, read_metrics
+from run_report import MetricsWriter, read_metrics
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from ray_trainer import cli
 from ray_trainer.cli import App, run
 from ray_trainer.output import safe_output
-from ray_trainer.report import LiveLine
+from run_report import LiveLine
 
 SAY = """
 import sys

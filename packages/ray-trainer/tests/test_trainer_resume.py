@@ -9,7 +9,9 @@ from ray_trainer.checkpoint import publish, step_folder
 from ray_trainer.config import compose, known_keys
 from ray_trainer.errors import TrainerError
 from ray_trainer.prompts import load_prompts
-from ray_trainer.report import (
+from ray_trainer.run_dir import open_run_dir
+from ray_trainer.trainer import RayDiffusionTrainer
+from run_report import (
     MetricsWriter,
     comparable,
     load_changes,
@@ -18,9 +20,7 @@ from ray_trainer.report import (
     save_validation,
     write_report,
 )
-from ray_trainer.report.changes import ConfigChange
-from ray_trainer.run_dir import open_run_dir
-from ray_trainer.trainer import RayDiffusionTrainer
+from run_report.changes import ConfigChange
 
 
 class Bench:

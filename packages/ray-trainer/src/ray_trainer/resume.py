@@ -9,11 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from run_report.changes import ConfigChange, within
+
 from ray_trainer import checkpoint
 from ray_trainer.config import RunConfig, known_keys, to_yaml
 from ray_trainer.errors import TrainerError
 from ray_trainer.prompts import Prompt
-from ray_trainer.report.changes import ConfigChange, within
 from ray_trainer.run_dir import RunDir, is_config
 from ray_trainer.values import free, parse_yaml, read_yaml
 

@@ -20,18 +20,10 @@ from typing import Any, ClassVar
 
 import torch
 from diffusion_losses import group_advantages
-from tensordict import TensorDict
-
-from ray_trainer import checkpoint, resume, schema
-from ray_trainer.config import RunConfig
-from ray_trainer.errors import Interrupted, TrainerError, TrainingFailed
-from ray_trainer.failure import disk_full, first_cause, is_out_of_memory, less_memory, record_failure, words
-from ray_trainer.group import WorkerGroup
-from ray_trainer.interrupt import StopRequest
-from ray_trainer.prompts import Prompt, PromptSampler, load_prompt_sets
-from ray_trainer.report import (
+from run_report import (
     LiveLine,
     MetricsWriter,
+    ReportError,
     comparable,
     compare,
     load_changes,
@@ -43,6 +35,15 @@ from ray_trainer.report import (
     truncate_validations,
     write_report,
 )
+from tensordict import TensorDict
+
+from ray_trainer import checkpoint, resume, schema
+from ray_trainer.config import RunConfig
+from ray_trainer.errors import Interrupted, TrainerError, TrainingFailed
+from ray_trainer.failure import disk_full, first_cause, is_out_of_memory, less_memory, record_failure, words
+from ray_trainer.group import WorkerGroup
+from ray_trainer.interrupt import StopRequest
+from ray_trainer.prompts import Prompt, PromptSampler, load_prompt_sets
 from ray_trainer.rollouts import Rollouts
 from ray_trainer.run_dir import open_run_dir
 from ray_trainer.samplers import open_sampler
@@ -93,7 +94,10 @@ class RayDiffusionTrainer(ABC):
                 self._fit(stop)
             except Exception as error:
                 # Ray's wrapper of a worker's TrainerError is one too, with a remote traceback as its message.
-                if isinstance(error, TrainerError | TrainingFailed | Interrupted) and first_cause(error) is error:
+                if (
+                    isinstance(error, TrainerError | ReportError | TrainingFailed | Interrupted)
+                    and first_cause(error) is error
+                ):
                     raise
                 raise self._failed(error) from error
 

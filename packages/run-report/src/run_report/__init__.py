@@ -7,10 +7,10 @@ from .changes import comparable, load_changes, save_changes
 from .environment import save_environment
 from .errors import ReportError
 from .gallery import load_validations, save_validation, truncate_validations
-from .html import write_report
 from .live import LiveLine
 from .metrics import MetricsWriter, read_metrics
-from .picture import before_after_png
+from .page import write_report
+from .readme_picture import before_after_png
 from .stats import compare, summarize
 
 __all__ = [

@@ -26,16 +26,16 @@ def sheet(pictures: Sequence[Image.Image], columns: int) -> Image.Image:
 def data_uri(image: Image.Image, budget: int) -> str:
     """The image as a data URI of at most `budget` encoded bytes: lossless if it fits, else lossy, else smaller too."""
     image = _within(image, _LARGEST)
-    if features.check("webp") and image.width * image.height <= _LOSSLESS:
-        content = _encode(image, "WEBP", lossless=True, method=4)
-        if len(content) <= budget:
-            return _uri(content, "webp")
     kind = "WEBP" if features.check("webp") else "JPEG"
+    if kind == "WEBP" and image.width * image.height <= _LOSSLESS:
+        content = _encode(image, kind, lossless=True, method=4)
+        if len(content) <= budget:
+            return _uri(content, kind)
     content = _encode(image, kind, quality=88)
     while len(content) > budget and min(image.size) > 1:
         image = _within(image, int(0.9 * image.width * image.height * budget / len(content)))
         content = _encode(image, kind, quality=80)
-    return _uri(content, kind.lower())
+    return _uri(content, kind)
 
 
 def position(number: int, columns: int, rows: int) -> str:
@@ -60,4 +60,4 @@ def _encode(image: Image.Image, kind: str, **options: object) -> bytes:
 
 
 def _uri(content: bytes, kind: str) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode('ascii')}"
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(content).decode('ascii')}"

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import IO, Any
 
+from .render import duration
+
 
 class LiveLine:
     """Shows where a run stands.
@@ -97,13 +99,3 @@ class LiveLine:
             parts.append(f"{pace:.1f} s/step")
             parts.append(f"eta {duration(pace * (self.total_steps - step))}")
         return "  ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """ "45s", "3m 20s", "2h 05m"."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 from PIL import Image
-from ray_trainer.report import (
+from run_report import (
     ReportError,
     compare,
     load_validations,
@@ -15,7 +15,7 @@ from ray_trainer.report import (
     summarize,
     truncate_validations,
 )
-from ray_trainer.report.stats import paired_rows
+from run_report.stats import paired_rows
 
 
 def record(uid="a", seed=0, reward=0.5, prompt=None, **components):

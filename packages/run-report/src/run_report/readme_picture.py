@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from .errors import ReportError
 from .gallery import SampleRecord, Validation, load_validations
-from .sections import MAX_COLUMNS, evenly
+from .pictures import MAX_COLUMNS, evenly
 from .stats import paired_rows, summarize
 
 _SCALE = 2  # drawn for screens of double density
@@ -44,7 +44,7 @@ def before_after_png(run_dir: str | os.PathLike[str], path: str | os.PathLike[st
         _text(draw, left, 42, _caption(validation), 12.5, _SOFT)
     for index, row in enumerate(rows):
         top = _HEAD + index * (tile_h + _GAP + 2)
-        prompt = next(record.prompt for record in before.records if record.row == row)
+        prompt = before.prompts[row]
         for number, line in enumerate(_wrapped(prompt, 12.5, _LABEL - 22)[:3]):
             lines = min(3, len(_wrapped(prompt, 12.5, _LABEL - 22)))
             _text(draw, _MARGIN, top + tile_h / 2 - 8 * lines + 16 * number, line, 12.5, _INK)

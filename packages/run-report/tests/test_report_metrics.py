@@ -8,7 +8,7 @@ import pickle
 
 import numpy as np
 import pytest
-from ray_trainer.report import MetricsWriter, ReportError, read_metrics
+from run_report import MetricsWriter, ReportError, read_metrics
 
 
 def test_rows_come_back_in_order_with_their_numbers(tmp_path):

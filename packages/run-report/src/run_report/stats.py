@@ -7,7 +7,7 @@ two validations of the same prompts and seeds the difference is taken prompt by 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,9 +38,9 @@ class Change:
         return self.difference.mean / self.difference.stderr if self.difference.stderr > 0 else math.nan
 
 
-def estimate(values: np.ndarray) -> Estimate:
-    """Mean and standard error of per-prompt values [P]; NaNs (a prompt without a value) are left out."""
-    values = values[np.isfinite(values)]
+def estimate(per_prompt: Sequence[float]) -> Estimate:
+    """Mean and standard error of per-prompt values; NaNs (a prompt without a value) are left out."""
+    values = np.array([value for value in per_prompt if math.isfinite(value)])
     if values.size == 0:
         return Estimate(math.nan, math.nan)
     stderr = float(values.std(ddof=1) / math.sqrt(values.size)) if values.size > 1 else math.nan
@@ -63,7 +63,7 @@ def per_prompt(validation: Validation, name: str) -> dict[int, float]:
 
 def summarize(validation: Validation) -> dict[str, Estimate]:
     """Every measure of a validation with its standard error over prompts."""
-    return {name: estimate(np.array(list(per_prompt(validation, name).values()))) for name in measures(validation)}
+    return {name: estimate(list(per_prompt(validation, name).values())) for name in measures(validation)}
 
 
 def paired_rows(before: Validation, after: Validation) -> dict[int, int]:
@@ -89,22 +89,12 @@ def paired_rows(before: Validation, after: Validation) -> dict[int, int]:
 
 def compare(before: Validation, after: Validation) -> list[Change]:
     """Each measure of both validations, with the paired difference over the prompts that both hold."""
-    pairs: Mapping[int, int] = paired_rows(before, after)
-    known = set(measures(after))
+    pairs = paired_rows(before, after)
     changes = []
-    for name in measures(before):
-        if name not in known:
-            continue
+    for name in [name for name in measures(before) if name in measures(after)]:
         old, new = per_prompt(before, name), per_prompt(after, name)
-        difference = np.array([new[b] - old[a] for a, b in pairs.items()])
-        changes.append(
-            Change(
-                name,
-                estimate(np.array(list(old.values()))),
-                estimate(np.array(list(new.values()))),
-                estimate(difference),
-            )
-        )
+        difference = [new[b] - old[a] for a, b in pairs.items()]
+        changes.append(Change(name, estimate(list(old.values())), estimate(list(new.values())), estimate(difference)))
     return changes
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from ray_trainer.errors import TrainerError
 
-
-class ReportError(TrainerError):
+class ReportError(ValueError):
     """A metric, a picture or a run folder that the report cannot use; the message says what to change."""

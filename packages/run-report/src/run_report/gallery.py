@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,11 @@ class Validation:
     @cached_property
     def by_place(self) -> dict[tuple[int, int], SampleRecord]:
         return {(record.row, record.column): record for record in self.records}
+
+    @cached_property
+    def prompts(self) -> dict[int, str]:
+        """The prompt of each row."""
+        return {record.row: record.prompt for record in reversed(self.records)}
 
     def picture(self, row: int, column: int) -> Image.Image:
         width, height = self.tile
@@ -135,20 +140,18 @@ def load_validation(folder: str | os.PathLike[str]) -> Validation:
     folder = Path(folder)
     try:
         raw = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-        records = tuple(
-            SampleRecord(
-                prompt=r["prompt"],
-                seed=r["seed"],
-                uid=r["uid"],
-                reward=_from_json(r["reward"]),
-                components={key: _from_json(value) for key, value in r["components"].items()},
-                row=r["row"],
-                column=r["column"],
-            )
-            for r in raw["records"]
-        )
+        records = []
+        for r in raw["records"]:
+            components = {key: _from_json(value) for key, value in r["components"].items()}
+            records.append(SampleRecord(**{**r, "reward": _from_json(r["reward"]), "components": components}))
         return Validation(
-            raw["step"], folder, (raw["tile"][0], raw["tile"][1]), raw["rows"], raw["columns"], raw["frames"], records
+            raw["step"],
+            folder,
+            (raw["tile"][0], raw["tile"][1]),
+            raw["rows"],
+            raw["columns"],
+            raw["frames"],
+            tuple(records),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ReportError(
@@ -217,15 +220,8 @@ def _to_json(record: SampleRecord) -> dict[str, Any]:
     def clean(value: float) -> float | None:
         return value if math.isfinite(value) else None
 
-    return {
-        "prompt": record.prompt,
-        "seed": record.seed,
-        "uid": record.uid,
-        "reward": clean(record.reward),
-        "components": {key: clean(value) for key, value in record.components.items()},
-        "row": record.row,
-        "column": record.column,
-    }
+    components = {key: clean(value) for key, value in record.components.items()}
+    return {**asdict(record), "reward": clean(record.reward), "components": components}
 
 
 def _from_json(value: float | None) -> float:

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 from PIL import Image
-from ray_trainer.report import (
+from run_report import (
     LiveLine,
     MetricsWriter,
     ReportError,
@@ -20,9 +20,9 @@ from ray_trainer.report import (
     save_validation,
     write_report,
 )
-from ray_trainer.report.live import duration
-from ray_trainer.report.sprites import data_uri
-from ray_trainer.report.svg import Series, line_chart, nice_ticks, number
+from run_report.render import duration, number
+from run_report.sprites import data_uri
+from run_report.svg import Series, line_chart, nice_ticks
 
 GREEN = (24, 154, 82)
 
@@ -237,5 +237,5 @@ def test_durations():
 
 
 def test_importing_the_report_needs_neither_torch_nor_ray():
-    code = "import sys, ray_trainer.report; assert not {'torch', 'ray', 'diffusers'} & set(sys.modules), 'heavy import'"
+    code = "import sys, run_report; assert not {'torch', 'ray', 'diffusers'} & set(sys.modules), 'heavy import'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
