@@ -37,8 +37,8 @@ def _triton_installed() -> bool:
 def why_unavailable(sample: Tensor, *others: Tensor | None) -> str | None:
     """Why the fused step cannot run on these tensors, or None when it can.
 
-    It is used wherever it can: it was the faster one at every size measured (MEASURED.md), and a rule that looks only at
-    device, dtype and shape makes the rollout and its replay agree.
+    It is used wherever it can: it is several times faster for large latents, and for small ones the host's launches decide
+    (MEASURED.md). A rule that looks only at device, dtype and shape makes the rollout and its replay agree.
     """
     if not sample.is_cuda:
         return f"the tensors are on {sample.device}, and the kernel runs on CUDA"
@@ -118,7 +118,7 @@ class _FusedStep(torch.autograd.Function):
         ctx.numbers = numbers
         ctx.mark_non_differentiable(prev)
         ctx.set_materialize_grads(False)
-        return prev, partial.sum(dim=1)
+        return prev, partial.sum(dim=1, dtype=torch.float64)
 
     @staticmethod
     @once_differentiable
@@ -138,7 +138,7 @@ class _FusedStep(torch.autograd.Function):
                 x,
                 v,
                 prev,
-                (-2 * grad_squares).contiguous(),  # of the squares with respect to the mean, but for (prev - mean)
+                (-2 * grad_squares).float(),  # of the squares with respect to the mean, but for (prev - mean)
                 x if grad_x is None else grad_x,
                 v if grad_v is None else grad_v,
                 x if table is None else table,
