@@ -39,7 +39,7 @@ READERS = {
     f"{ENGINE}._recomputed": "model.recompute_blocks",
     "fsdp_diffusers_engine.adapters:inject_adapters": "model.lora_rank model.lora_alpha model.lora_init_weights",
     "fsdp_diffusers_engine.adapters:draw_initial": "model.lora_seed",
-    "fsdp_diffusers_engine.adapters:resolve_targets": "model.target_modules model.exclude_modules",
+    "fsdp_diffusers_engine.targets:resolve_targets": "model.target_modules model.exclude_modules",
     f"{ENGINE}.initialize": "model.enable_gradient_checkpointing model.lora_adapter_path model.lora_dtype "
     "actor.fsdp_config.model_dtype actor.fsdp_config.param_offload actor.fsdp_config.optimizer_offload "
     "actor.fsdp_config.use_torch_compile actor.fsdp_config.full_determinism",

@@ -1,16 +1,17 @@
 """What is wrong with a model folder is said before anything starts: one line, exit code 2, and no torch needed to say it."""
 
 import json
-import math
 import re
 import shutil
 
 import pytest
 from flowgrpo.cli import main
+from fsdp_diffusers_engine.config import DiffusionModelConfig
+from fsdp_diffusers_engine.targets import resolve_targets
 from model_specs import available
 from ray_trainer.assets import builtin
 from ray_trainer.errors import TrainerError
-from ray_trainer.model_folder import check_folder, part_shapes
+from ray_trainer.model_folder import check_blocks, check_folder, linear_layers, part_shapes
 from ray_trainer.validate import _warn_about_size
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -205,6 +206,10 @@ FAULTS = {
         config_of("vae/config.json", _class_name="AutoencoderKL"),
         "holds a AutoencoderKL, and a QwenImagePipeline",
     ),
+    "more layers than weights": (
+        config_of("transformer/config.json", num_layers=99),
+        "num_layers=99, and the weights beside it hold 4 transformer_blocks",
+    ),
     "quantized": (
         config_of("transformer/config.json", quantization_config={"load_in_4bit": True}),
         "quantized weights",
@@ -229,16 +234,28 @@ def test_a_whole_folder_passes_and_is_counted(sharded, folder):
         shard(folder)
     assert check_folder(folder).pipeline_class == "QwenImagePipeline"
     with safe_open(str(builtin("models", "tiny_qwen_image") / WEIGHTS), framework="pt") as file:
-        parameters = sum(map(math.prod, part_shapes(folder).values()))
-        assert parameters == sum(file.get_tensor(key).numel() for key in file.keys())  # noqa: SIM118
+        assert part_shapes(folder) == {key: tuple(file.get_tensor(key).shape) for key in file.keys()}  # noqa: SIM118
 
 
 @pytest.mark.parametrize("name", sorted({*available(), "sd35", "wan_5b", "wan_unipc", "flux_schnell"}))
 def test_what_diffusers_saves_passes(name, tmp_path):
     from model_specs import tiny
 
-    if name in tiny.names():
-        check_folder(tiny.build(name, tmp_path / "m"))
+    if name not in tiny.names():
+        return
+    folder = tiny.build(name, tmp_path / "m")
+    spec, shapes = check_folder(folder), part_shapes(folder)
+    check_blocks(folder, "transformer", shapes)
+    assert len(resolve_targets(list(linear_layers(shapes)), DiffusionModelConfig("m"), spec)) >= 4
+    config = folder / "transformer" / "config.json"
+    for key in [
+        key for key, value in json.loads(config.read_text()).items() if key.endswith("_layers") and type(value) is int
+    ]:
+        before = config.read_text()
+        edit(config, **{key: 99})
+        with pytest.raises(TrainerError, match=f"{key}=99, and the weights beside it hold"):
+            check_blocks(folder, "transformer", shapes)
+        config.write_text(before)
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,17 @@ import hashlib
 import math
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from lora_sync.layers import adapter_parameters
 from torch import Tensor, nn
 
 from .config import DiffusionModelConfig, LoRAInit
-from .errors import EngineError, nearest
+from .errors import EngineError
+from .targets import resolve_targets
 
 if TYPE_CHECKING:
     from model_specs import ModelSpec
@@ -34,53 +35,6 @@ EMA = "ema"
 _LORA_INITS = get_args(LoRAInit)
 
 
-def _matches(name: str, pattern: Any) -> bool:
-    """PEFT's own rule: a string is a full-match regular expression, a list holds name ends."""
-    if isinstance(pattern, str):
-        return re.fullmatch(pattern, name) is not None
-    return any(name == end or name.endswith("." + end) for end in pattern)
-
-
-def _linear_names(module: nn.Module) -> list[str]:
-    return [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
-
-
-def _near_names(wanted: str, names: Iterable[str]) -> list[str]:
-    ends = dict.fromkeys(".".join(name.split(".")[-depth:]) for name in names for depth in (1, 2))
-    return nearest(wanted, ends)
-
-
-def resolve_targets(module: nn.Module, config: DiffusionModelConfig, spec: ModelSpec) -> list[str] | str:
-    """What PEFT's ``target_modules`` should be; every entry of it matches at least one layer of ``module``.
-
-    Errors: :class:`EngineError` naming the entry that matches nothing and the names most like it.
-    """
-    target = config.target_modules
-    if isinstance(target, str) and target in ("all-linear", "attention"):
-        target = list(spec.lora_targets if target == "all-linear" else spec.attention_targets)
-    elif not isinstance(target, str):
-        target = [str(end) for end in target]
-    names = _linear_names(module)
-    if not target:
-        raise EngineError(f"target_modules={config.target_modules!r} names no module; give 'all-linear' or a list")
-    wanted = [target] if isinstance(target, str) else target
-    for entry in wanted:
-        if not any(_matches(name, entry if isinstance(target, str) else [entry]) for name in names):
-            raise EngineError(
-                f"target_modules={config.target_modules!r}: {entry!r} matches no linear layer of "
-                f"{type(module).__name__}; names like it: {_near_names(entry, names)}"
-            )
-    if config.exclude_modules is not None:
-        exclude = config.exclude_modules if isinstance(config.exclude_modules, str) else list(config.exclude_modules)
-        left = [name for name in names if _matches(name, target) and not _matches(name, exclude)]
-        if not left:
-            raise EngineError(
-                f"exclude_modules={config.exclude_modules!r} leaves nothing of target_modules={config.target_modules!r}; "
-                f"exclude less"
-            )
-    return target
-
-
 def inject_adapters(module: nn.Module, config: DiffusionModelConfig, spec: ModelSpec, names: Sequence[str]) -> None:
     """Put a LoRA for each of ``names`` into ``module``; ``default`` ends active, and alone trainable."""
     from peft import LoraConfig
@@ -90,7 +44,8 @@ def inject_adapters(module: nn.Module, config: DiffusionModelConfig, spec: Model
             f"lora_init_weights={config.lora_init_weights!r} is not one of {_LORA_INITS}; choose one of them"
         )
     exclude = config.exclude_modules
-    targets = resolve_targets(module, config, spec)  # before the first adapter hides the names
+    linear = [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
+    targets = resolve_targets(linear, config, spec)  # before the first adapter hides the names
     on_meta = any(p.device.type == "meta" for p in module.parameters())
     for name in names:
         lora = LoraConfig(

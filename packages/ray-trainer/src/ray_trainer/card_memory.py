@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdp_diffusers_engine.config import Sharding
+from fsdp_diffusers_engine.targets import adapted, resolve_targets
 from model_specs import get_spec_for
 
 from ray_trainer.cluster import cluster_address, memory_mb
 from ray_trainer.config import RunConfig
 from ray_trainer.errors import TrainerError
-from ray_trainer.model_folder import part_shapes, parts, size_multiple
+from ray_trainer.model_folder import linear_layers, part_shapes, parts, size_multiple
 from ray_trainer.models import locate
 from ray_trainer.prompts import ROOM, load_prompt_sets
 
@@ -34,7 +35,6 @@ _KEPT = 16
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 _ATTENTION = re.compile(r".*\.(attn\d?|attention)\..*")
-_MLP = re.compile(r".*\.(\w*mlp|ff|ffn|ff_context|feed_forward|proj_mlp|proj_out)(\..*|$)")
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,14 @@ def measure(folder: Path, config: RunConfig, text: int) -> Needs:
     # One transformer after the other computes (Wan's experts), so activations are those of one.
     layers = {name: s for name, s in shapes[0].items() if len(s) == 2 and _BLOCK.match(name)}
     blocks = len({m[1] for name in layers if (m := _BLOCK.match(name))})
-    adapters = sum(
-        model.lora_rank * sum(shape)
-        for part in shapes
-        for name, shape in part.items()
-        if len(shape) == 2 and _adapted(name.removesuffix(".weight"), config)
-    )
+    spec = get_spec_for(folder, model.architecture)
+    adapters = 0
+    for part in shapes:
+        linear = linear_layers(part)
+        target = resolve_targets(list(linear), model, spec)
+        adapters += sum(
+            model.lora_rank * sum(linear[name]) for name in adapted(list(linear), target, model.exclude_modules)
+        )
     states = len(set(model.policy_state_adapters) - {"default", "reference"}) + (actor.fsdp_config.ema_decay > 0)
     trained = adapters * _BYTES[model.lora_dtype] * (4 + states) if model.lora_rank else base * (3 + states)
     encoders = sum(
@@ -102,7 +104,7 @@ def measure(folder: Path, config: RunConfig, text: int) -> Needs:
         for shape in part_shapes(folder, part).values()
     )
     width = min((min(shape) for name, shape in layers.items() if _ATTENTION.match(name)), default=0)
-    cell = size_multiple(get_spec_for(folder, model.architecture))
+    cell = size_multiple(spec)
     frames = 1 + (drawn.num_frames - 1) // 4
     tokens = drawn.height * drawn.width / cell**2 * frames + text
     row = tokens * width * _BYTES["bf16" if dtype == 2 else "fp32"]
@@ -113,23 +115,6 @@ def measure(folder: Path, config: RunConfig, text: int) -> Needs:
     batch = config.rollout.vllm_omni.max_num_seqs if engine else config.rollout.max_batch_size
     heads = attention_heads(folder)
     return Needs(base, trained, encoders * dtype, update, batch * row * _KEPT, blocks, heads)
-
-
-def _adapted(name: str, config: RunConfig) -> bool:
-    """Whether a linear layer gets an adapter, as PEFT reads `target_modules`; the two words mean what the model specs list."""
-    target, exclude = config.model.target_modules, config.model.exclude_modules
-    if target in ("all-linear", "attention"):
-        inside = bool(_BLOCK.match(name)) and "norm" not in name
-        found = inside and bool(_ATTENTION.match(name) or (target == "all-linear" and _MLP.match(name)))
-    else:
-        found = _matches(name, target)
-    return found and not (exclude is not None and _matches(name, exclude))
-
-
-def _matches(name: str, pattern: object) -> bool:
-    if isinstance(pattern, str):
-        return re.fullmatch(pattern, name) is not None
-    return any(name == str(end) or name.endswith(f".{end}") for end in pattern)  # type: ignore[attr-defined]
 
 
 def attention_heads(folder: Path) -> int | None:

@@ -92,7 +92,14 @@ def memory_mb() -> int:
 
 def check_ray(config: RayConfig) -> None:
     """Raise `TrainerError` for settings that a Ray on this machine cannot have. A joined cluster has its own."""
-    if not cluster_address(config) and config.object_store_mb > memory_mb():
+    address = cluster_address(config)
+    host, _, port = address.rpartition(":")
+    if address not in ("", "auto") and not (host and port.isdigit()):
+        raise TrainerError(
+            f"ray.address={address!r} (or RAY_ADDRESS) is no address of a Ray cluster; give HOST:PORT, or auto for the one on this "
+            "machine, or leave it empty to start one"
+        )
+    if not address and config.object_store_mb > memory_mb():
         raise TrainerError(
             f"ray.object_store_mb={config.object_store_mb} is out of range: it must be 75 to {memory_mb()}, the memory of this "
             "machine"

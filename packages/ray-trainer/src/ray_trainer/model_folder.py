@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,30 @@ def part_shapes(folder: Path, part: str = "transformer") -> dict[str, tuple[int,
         for name, entry in read_header(file).items()
         if name != "__metadata__"
     }
+
+
+def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Linear layers among a transformer's tensors, with the shapes of their weights."""
+    return {name.removesuffix(".weight"): s for name, s in shapes.items() if name.endswith(".weight") and len(s) == 2}
+
+
+# The lists of blocks of the transformers that are known here, and the key of their config.json that counts them.
+_BLOCKS = {"transformer_blocks": "num_layers", "single_transformer_blocks": "num_single_layers", "blocks": "num_layers"}
+_BLOCKS |= {"layers": "n_layers", "noise_refiner": "n_refiner_layers", "context_refiner": "n_refiner_layers"}
+
+
+def check_blocks(folder: Path, part: str, names: Iterable[str]) -> None:
+    """Raise `TrainerError` unless the config of a transformer has as many blocks as its weights."""
+    file, found = folder / part / "config.json", dict[str, set[str]]()
+    for name in names:
+        blocks, number, *_ = [*name.split("."), ""]
+        found.setdefault(blocks, set()).add(number)
+    for blocks, numbers in found.items():
+        count = _read_json(file).get(_BLOCKS.get(blocks, ""), len(numbers))
+        if count != len(numbers):
+            raise TrainerError(
+                f"{file}: {_BLOCKS[blocks]}={count!r}, and the weights beside it hold {len(numbers)} {blocks}; copy both again"
+            )
 
 
 def size_multiple(spec: ModelSpec) -> int:

@@ -6,6 +6,8 @@ import math
 import warnings
 from importlib.util import find_spec
 
+from fsdp_diffusers_engine.errors import EngineError
+from fsdp_diffusers_engine.targets import resolve_targets
 from model_specs.base import ModelSpec
 from model_specs.errors import SpecError
 from model_specs.registry import available
@@ -14,7 +16,15 @@ from ray_trainer.card_memory import check_heads
 from ray_trainer.cluster import check_ray
 from ray_trainer.config import RunConfig, check_values, to_tree, updates_per_step
 from ray_trainer.errors import TrainerError
-from ray_trainer.model_folder import check_folder, part_shapes, read_index, size_multiple
+from ray_trainer.model_folder import (
+    check_blocks,
+    check_folder,
+    linear_layers,
+    part_shapes,
+    parts,
+    read_index,
+    size_multiple,
+)
 from ray_trainer.models import locate, spec_class
 from ray_trainer.prompts import Prompt, PromptSampler, check_lengths, load_prompt_sets
 from ray_trainer.resume import check_resume
@@ -49,10 +59,25 @@ def _check_model(config: RunConfig) -> tuple[ModelSpec, list[str]]:
         )
     try:
         spec = check_folder(folder, model.architecture)
-        known = type(spec).__module__.startswith("model_specs.")
-        return spec, _warn_about_size(config, sum(map(math.prod, part_shapes(folder).values()))) if known else []
+        if not type(spec).__module__.startswith("model_specs."):
+            return spec, []  # it knows its own folder
+        there = [part for part in parts(folder) if part.startswith("transformer")]
+        if model.transformer_subfolder not in (None, *there):
+            raise TrainerError(
+                f"model.transformer_subfolder={model.transformer_subfolder!r} is none of {', '.join(there)}"
+            )
+        trained = [model.transformer_subfolder] if model.transformer_subfolder else there
+        shapes = {part: part_shapes(folder, part) for part in trained}
+        for part, tensors in shapes.items():
+            check_blocks(folder, part, tensors)
     except (TrainerError, SpecError) as error:
         raise TrainerError(f"model.path={location!r}: {error}") from error
+    try:
+        for tensors in shapes.values():
+            resolve_targets(list(linear_layers(tensors)), model, spec)
+    except EngineError as error:
+        raise TrainerError(f"model.{error}") from error
+    return spec, _warn_about_size(config, sum(map(math.prod, shapes[trained[0]].values())))
 
 
 FULL_SIZE = 1e9
