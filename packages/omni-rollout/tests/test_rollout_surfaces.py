@@ -9,7 +9,6 @@ from importlib.metadata import entry_points
 
 import pytest
 import torch
-from omni_rollout.__main__ import main
 from omni_rollout.config import DiffusionPipelineConfig
 from omni_rollout.vllm_omni import cpu_platform
 from omni_rollout.vllm_omni.pipelines import entry_for, pipeline_for
@@ -108,15 +107,6 @@ def test_the_image_route_reports_a_failing_backend(route):
     route.backend.errors = [ValueError("bad luck")]
     answer = route.post("/v1/images/generations", json={"prompt": "x"})
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
-
-
-def test_bench_prints_one_object(tiny, capsys):
-    sizes = ["--samples", "6", "--group", "3", "--batch", "4", "--rounds", "1", "--steps", "2", "--json"]
-    assert main(["bench", "--model", tiny, *sizes]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["images_per_s"] > 0
-    assert result["batches"] == {"2": 1, "4": 1}
-    assert {"encode", "denoise", "decode"} <= set(result["seconds_per_image"])
 
 
 def test_platform_entry_points_stay_out_of_the_way(monkeypatch):

@@ -1,6 +1,6 @@
-"""Processor time per picture of the rewards that need no model files, on one core. Prints the README's table.
+"""Processor time per picture of the rewards that need no model files, on one core. Prints the table of MEASURED.md.
 
-OMP_NUM_THREADS=1 python packages/image-rewards/benchmarks/throughput.py
+OMP_NUM_THREADS=1 python tools/bench_rewards.py
 """
 
 from __future__ import annotations
