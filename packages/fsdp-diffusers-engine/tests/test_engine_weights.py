@@ -154,7 +154,7 @@ def test_fp32_adapters_over_a_bf16_base(make_engine: Any, make_batch: Any, stir:
     assert {p.dtype for n, p in engine.module.named_parameters() if "lora_" not in n} == {torch.bfloat16}
     seen = set()
     for child in engine.module.modules():
-        if type(child).__name__ == "MasterLinear":
+        if type(child).__name__ == "AdaptedLinear":
             child.register_forward_hook(lambda _m, args, out: seen.update({args[0].dtype, out.dtype}))
     data["old_log_probs"] = torch.zeros(2, 2)
     engine.forward_backward(data, DiffusionLoss(DiffusionLossConfig(clip_ratio=9.0)))

@@ -16,7 +16,7 @@ import torch
 from lora_sync.layers import adapter_names, adapter_parameters, copy_into, reshard
 from torch import Tensor, nn
 
-from . import adapters, checkpoint, loading, losses, offload, optim, sharding, weights
+from . import adapters, checkpoint, compiling, loading, losses, offload, optim, sharding, weights
 from .config import MISSING, CheckpointConfig, DiffusionModelConfig, FSDPEngineConfig, FSDPOptimizerConfig
 from .determinism import make_deterministic
 from .errors import EngineError, EngineStateError
@@ -102,7 +102,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
         self._configure(module)
         if self.lora:
             adapters.inject_adapters(module, config, self.spec, self._adapter_names())
-            keep_adapters_in(module, dtype_of(config.lora_dtype, "lora_dtype"), dtype)
+            keep_adapters_in(module, dtype_of(config.lora_dtype, "lora_dtype"))
         else:
             module.requires_grad_(True)
         self.blocks = sharding.blocks_of(module, config)
@@ -112,7 +112,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
         ):  # kernels that the compiler picks by timing them are no help to a run that must repeat itself
             compiled = self.device.type == "cuda" and not engine.full_determinism
         if compiled:
-            sharding.compile_blocks(self.blocks)
+            compiling.compile_blocks(self.blocks)
         if config.enable_gradient_checkpointing:
             self.recompute = Recompute(self.blocks, self.device, self._recomputed())
             module.enable_gradient_checkpointing(self.recompute)  # type: ignore[operator]

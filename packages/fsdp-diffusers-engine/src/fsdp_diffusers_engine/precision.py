@@ -1,16 +1,9 @@
-"""dtypes by name, and adapters that keep fp32 weights over a bf16 base.
-
-PEFT casts a layer's input up to the adapter's dtype, which for fp32 adapters on a bf16 transformer doubles the memory of
-every activation that the adapter touches and runs its products in fp32. Autocast would repair that and change the base's
-norms with it, so that trainer and sampler would no longer compute the same function. Here the adapter's small weights are
-cast down to the activations' dtype instead: gradients and optimizer stay fp32, the forward is the same everywhere.
-"""
+"""dtypes by name, and the dtype in which adapters are kept."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from .errors import EngineError, nearest
 
@@ -33,26 +26,16 @@ def dtype_of(name: str, field: str) -> torch.dtype:
     return DTYPES[name]
 
 
-class MasterLinear(nn.Linear):
-    """A bias-free adapter matrix kept in its own dtype and multiplied in the dtype of its input."""
+def keep_adapters_in(module: nn.Module, dtype: torch.dtype) -> None:
+    """Store every adapter matrix of a PEFT-injected ``module`` in ``dtype``, and compute it in its input's."""
+    from peft.tuners.lora import Linear, LoraLayer
 
-    def forward(self, input: Tensor) -> Tensor:
-        """``input`` [..., in] → [..., out] in the dtype of ``input``."""
-        weight = self.weight
-        return F.linear(input, weight if weight.dtype == input.dtype else weight.to(input.dtype))
-
-
-def keep_adapters_in(module: nn.Module, dtype: torch.dtype, compute_dtype: torch.dtype) -> None:
-    """Store every adapter matrix of a PEFT-injected ``module`` in ``dtype`` and compute in ``compute_dtype``."""
-    from peft.tuners.lora import LoraLayer
+    from .adapted_linear import AdaptedLinear
 
     for layer in module.modules():
-        if not isinstance(layer, LoraLayer):
-            continue
-        layer.cast_input_dtype_enabled = dtype == compute_dtype
-        for matrices in (layer.lora_A, layer.lora_B):
-            for matrix in matrices.values():
-                matrix.to(dtype)
-                if dtype != compute_dtype and type(matrix) is nn.Linear:
-                    # The instance keeps its parameters; only the cast in its forward is new.
-                    matrix.__class__ = MasterLinear
+        if isinstance(layer, LoraLayer):
+            layer.lora_A.to(dtype)
+            layer.lora_B.to(dtype)
+        if type(layer) is Linear:
+            # The instance keeps its parameters; only its forward is new.
+            layer.__class__ = AdaptedLinear

@@ -144,23 +144,6 @@ def blocks_of(module: nn.Module, config: DiffusionModelConfig) -> list[nn.Module
     return [child for child in module.modules() if type(child).__name__ in names]
 
 
-_GRAPHS = 64
-
-
-def compile_blocks(blocks: Sequence[nn.Module]) -> None:
-    """Compile each block in place; equal blocks share their graphs.
-
-    With and without gradients, adapters and text mask, the first block and the others, two micro-batch sizes: more
-    graphs than Dynamo's limit of 8. At the limit it goes on uncompiled, and a checkpointed block that was compiled in
-    forward and is recomputed uncompiled fails. So the limit is raised, for this process.
-    """
-    import torch._dynamo
-
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
-    for block in blocks:
-        block.compile()
-
-
 def shard(module: nn.Module, blocks: Sequence[nn.Module], layout: Layout, config: FSDPEngineConfig) -> None:
     """Apply ``fully_shard`` to every block and then to the rest of ``module``, in place."""
     options: dict[str, Any] = {

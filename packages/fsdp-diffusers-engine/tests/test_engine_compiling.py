@@ -1,0 +1,66 @@
+"""What the compiler is given: no complex numbers, the same rotation; and adapters whose scale costs backward nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from fsdp_diffusers_engine import compiling
+from torch import nn
+
+
+def test_rotation_without_complex_numbers_is_the_same() -> None:
+    from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
+
+    draw = torch.Generator().manual_seed(0)
+    freqs = torch.polar(torch.ones(12, 8), torch.randn(12, 8, generator=draw))
+    for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 0.0)):
+        x = torch.randn(2, 12, 3, 16, generator=draw).to(dtype)
+        found, wanted = compiling.rotated(x, freqs), apply_rotary_emb_qwen(x, freqs, use_real=False)
+        assert found.dtype == dtype
+        assert (found - wanted).abs().max() <= limit
+
+
+def test_compiled_blocks_of_qwen_hold_no_complex_product(
+    make_engine: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor runs a product of complex numbers by itself, in fp32, between its kernels."""
+    seen: list[str] = []
+    original = nn.Module.compile
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        for node in graph.graph.nodes:
+            value = node.meta.get("example_value")
+            if node.op != "placeholder" and isinstance(value, torch.Tensor):
+                seen.append(str(value.dtype))
+        return graph.forward
+
+    monkeypatch.setattr(nn.Module, "compile", lambda self: original(self, backend=backend))
+    engine, data = make_engine(engine={"use_torch_compile": True}), make_batch(count=2)
+    with engine.eval_mode():
+        engine.forward_backward_batch(data, None, forward_only=True)
+    assert "torch.float32" in seen
+    assert not [dtype for dtype in seen if "complex" in dtype]
+
+
+def test_adapted_layer_computes_what_peft_computes(make_engine: Any, stir: Any) -> None:
+    """With a scale that is no power of two, with adapters off, and with another one active."""
+    from fsdp_diffusers_engine.adapted_linear import AdaptedLinear
+    from peft.tuners.lora import Linear
+
+    engine = make_engine(model={"lora_alpha": 7, "policy_state_adapters": ["default", "old"]})
+    stir(engine)
+    layer = next(m for m in engine.module.modules() if isinstance(m, AdaptedLinear))
+    stock = copy.deepcopy(layer)
+    stock.__class__ = Linear
+    x = torch.randn(2, 5, layer.in_features)
+    base = layer.base_layer(x)
+    assert (layer(x) - stock(x)).abs().max() < 1e-6
+    assert (layer(x) - base).abs().max() > 1e-3
+    for change in (lambda m: m.set_adapter("old"), lambda m: m.enable_adapters(False)):
+        change(layer)
+        change(stock)
+        assert (layer(x) - stock(x)).abs().max() < 1e-6
+    assert torch.equal(layer(x), base)
