@@ -5,14 +5,22 @@
     python tools/bench_gpu.py --model qwen_image_20b --parts ranks --ranks 2   # the update over two cards
     OMNI_ROLLOUT_CPU=1 python tools/bench_gpu.py --model tiny                  # the same code without a GPU
 
-Parts, each in a process of its own with a deadline; one that fails is reported and does not stop the others:
+Parts, each in a process of its own with a deadline of less than five minutes; one that fails is reported and does not stop the
+others, and within a part a section that fails does not stop the next. Results are written as they come.
 
-    ceiling   a bf16 matrix product and a copy: what the card can do
-    plain     stock diffusers: eager, fp32 adapter under autocast, all blocks recomputed
-    engine    vLLM-Omni: pictures with and without the adapter, whole batches or one by one, sync, sleep, wake
-    trainer   the trainer's own rollout, log-prob replay and update, each change off and on; it also scores the engine's samples
-    program   `apps/flowgrpo` itself with shared weights; program_engine: with an engine beside it
-    ranks     the update over --ranks processes, replicated and sharded
+    ceiling    a bf16 matrix product and a copy: what the card can do
+    attention  one attention of a block by each kernel
+    changes    each change off and on, on 12 blocks of full width; where the kernels' time goes
+    precision  gradients of the blocks as they are and compiled, each against the same network in fp32
+    plain      stock diffusers: eager, fp32 adapter under autocast, all blocks recomputed
+    trainer    the trainer's own rollout, log-prob replay and update; it also scores the engine's samples
+    engine     vLLM-Omni: pictures with and without the adapter, whole batches or one by one, sync, sleep, wake
+    engine_attention, engine_fp8   the same engine with other attention kernels, and with fp8 weights
+    program    `apps/flowgrpo` itself with shared weights; program_again: a second start, the compiled graphs kept;
+               program_engine: with an engine beside it
+    growth     forward and update by batch and resolution
+    sizes      SD3.5 Medium's size and Wan 5B's, beside plain diffusers
+    ranks      the update over --ranks processes, replicated and sharded
 
 Every timing comes after a check: trajectories replay to the log-probs that were recorded, variants give one gradient.
 """
@@ -31,23 +39,35 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import bench_blocks
+from bench_blocks import uncompiled
+from bench_common import CPU, Report, device, now, peak_gb, timed
+
 ROOT = Path(__file__).resolve().parent.parent
-CPU = os.environ.get("OMNI_ROLLOUT_CPU") == "1"
-PARTS = ("ceiling", "plain", "engine", "trainer", "program", "program_engine", "ranks")
 DEADLINES = {
     "ceiling": 60,
+    "attention": 60,
+    "changes": 285,
+    "precision": 120,
     "plain": 120,
-    "engine": 440,
-    "trainer": 440,
-    "program": 280,
+    "trainer": 285,
+    "engine": 285,
+    "engine_attention": 285,
+    "engine_fp8": 285,
+    "program": 285,
+    "program_again": 200,
     "program_engine": 400,
-    "ranks": 300,
+    "growth": 240,
+    "sizes": 285,
+    "ranks": 285,
 }
+"""Seconds that a part may take on a card."""
+PARTS = tuple(DEADLINES)
 
 
 @dataclass(frozen=True)
@@ -74,56 +94,7 @@ PROMPT = (
 )
 
 
-class Report:
-    """One line of JSON per result, kept whatever becomes of the process."""
-
-    def __init__(self, path: Path, part: str) -> None:
-        self.path, self.part = path, part
-
-    def __call__(self, what: str, **values: Any) -> None:
-        rounded = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}
-        with self.path.open("a") as file:
-            file.write(json.dumps({"part": self.part, "what": what, **rounded}) + "\n")
-
-
 # ------------------------------------------------------------------------------------------------------------- helpers
-
-
-def device() -> str:
-    """Where this runs."""
-    return "cpu" if CPU else "cuda"
-
-
-def now() -> float:
-    """Host clock once the device has finished."""
-    import torch
-
-    if not CPU:
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def timed(work: Callable[[], Any], repeat: int = 3) -> tuple[float, float]:
-    """(median, first) seconds of `repeat` runs after one; the one holds loading and compiling."""
-    start = now()
-    work()
-    first, times = now() - start, []
-    for _ in range(repeat):
-        start = now()
-        work()
-        times.append(now() - start)
-    return sorted(times)[len(times) // 2], first
-
-
-def peak_gb() -> float:
-    """Most memory that was allocated since the last call."""
-    import torch
-
-    if CPU:
-        return 0.0
-    peak = torch.cuda.max_memory_allocated() / 1e9
-    torch.cuda.reset_peak_memory_stats()
-    return peak
 
 
 def make_folder(size: Size, folder: Path) -> Path:
@@ -309,74 +280,120 @@ def engine(size: Size, folder: Path, report: Report) -> None:
 
 async def _engine(size: Size, folder: Path, report: Report) -> None:
     import torch
-    from lora_sync import verify
+
+    async with serving(size, folder, report) as (server, draw, rounds):
+        base = await draw("rollout, no adapter", count=size.batch, repeat=1)
+        for version in (1, 2, 3):
+            await sync(size, folder, report, server, version)
+        samples = await draw("rollout, adapter on")
+        moved = float((samples["final_latents"][: size.batch] - base["final_latents"]).abs().max())
+        report("adapter moves the samples", by=moved, good=moved > 0)
+        torch.save({"samples": samples.cpu().to_dict(), "payload": 3}, folder / "engine_samples.pt")
+        for turn in ("first", "second"):
+            with report.section(f"sleep and wake, {turn}"):
+                start = time.perf_counter()
+                await server.sleep()
+                middle = time.perf_counter()
+                await server.wake_up()
+                report(f"sleep and wake, {turn}", sleep_s=middle - start, wake_s=time.perf_counter() - middle)
+        await draw("rollout after waking", count=size.batch, repeat=1)
+        with report.section("rollout, adapter on, requests one by one", 40) as go:
+            if go:
+
+                async def late(request: Any, number: int) -> Any:
+                    await asyncio.sleep(0.004 * number)
+                    return await server.generate([request])
+
+                wanted = requests(size, 2 * size.batch, next(rounds))
+                before, start = (await server.health()).batches, time.perf_counter()
+                await asyncio.gather(*(late(request, i) for i, request in enumerate(wanted)))
+                seconds, sizes = time.perf_counter() - start, since(before, (await server.health()).batches)
+                report(
+                    "rollout, adapter on, requests one by one",
+                    images_per_s=len(wanted) / seconds,
+                    seconds=seconds,
+                    batches=sizes,
+                )
+        with report.section("rollout, half the steps", 30) as go:
+            if go:
+                await draw("rollout, adapter on, half the steps", count=size.batch, steps=size.steps // 2, repeat=1)
+
+
+@contextlib.asynccontextmanager
+async def serving(size: Size, folder: Path, report: Report, name: str = "", **settings: Any) -> AsyncIterator[Any]:
+    """An engine over random weights, with a function that draws and reports: (server, draw, round numbers)."""
+    import torch
     from omni_rollout.config import DiffusionRolloutConfig, VllmOmniConfig
     from omni_rollout.vllm_omni.server import vLLMOmniHttpServer
 
     own = {"custom_pipeline_args": {"pipeline_class": "bench_pipeline.RandomQwenImage"}}
+    own |= settings.pop("engine_kwargs", {})
     config = DiffusionRolloutConfig(
         backend="vllm_omni", dtype="float32" if CPU else "bfloat16",
         vllm_omni=VllmOmniConfig(
-            max_num_seqs=size.batch, enforce_eager=CPU, engine_kwargs=own, request_batch_max_wait_ms=100.0
+            max_num_seqs=size.batch, enforce_eager=CPU, engine_kwargs=own, request_batch_max_wait_ms=100.0, **settings
         ),
     )  # fmt: skip
     server = vLLMOmniHttpServer(config, str(folder))
-    report("start", seconds=await server.launch_server())
+    report(f"start{name}", seconds=await server.launch_server())
     rounds = iter(range(1, 1000))
 
-    async def draw(what: str, count: int = 2 * size.batch, repeat: int = 2, **changes: Any) -> Any:
+    async def draw(what: str, count: int = 2 * size.batch, repeat: int = 1, **changes: Any) -> Any:
         first, times = 0.0, list[float]()
         for number in range(repeat + 1):
             before, start = (await server.health()).batches, time.perf_counter()
             samples = await server.generate(requests(size, count, next(rounds), **changes))
             seconds = time.perf_counter() - start
             first, times = (seconds, times) if number == 0 else (first, [*times, seconds])
-            after = (await server.health()).batches
-        sizes = {str(k): v - before.get(k, 0) for k, v in after.items() if v != before.get(k, 0)}
+            sizes = since(before, (await server.health()).batches)
         best = sorted(times)[len(times) // 2]
         finite = all(bool(t.isfinite().all()) for t in samples.values() if torch.is_tensor(t) and t.is_floating_point())
-        report(what, images_per_s=count / best, first_s=first, seconds=best, batches=sizes, good=finite)
+        report(what + name, images_per_s=count / best, first_s=first, seconds=best, batches=sizes, good=finite)
         return samples
 
-    base = await draw("rollout, no adapter", count=size.batch, repeat=1)
-    for version in (1, 2, 3):
-        payload = make_payload(size, folder, version)
-        start = time.perf_counter()
-        verify(payload, await server.update_lora(payload))
-        report("sync", seconds=time.perf_counter() - start, tensors=len(payload.tensors), good=True)
-    samples = await draw("rollout, adapter on")
-    moved = float((samples["final_latents"][: size.batch] - base["final_latents"]).abs().max())
-    report("adapter moves the samples", by=moved, good=moved > 0)
-    torch.save({"samples": samples.cpu().to_dict(), "payload": 3}, folder / "engine_samples.pt")
-    await draw("rollout, adapter on, half the steps", count=size.batch, steps=size.steps // 2, repeat=1)
+    try:
+        yield server, draw, rounds
+    finally:
+        await server.shutdown()
 
-    async def one_by_one() -> None:
-        async def late(request: Any, number: int) -> Any:
-            await asyncio.sleep(0.004 * number)
-            return await server.generate([request])
 
-        wanted = requests(size, 2 * size.batch, next(rounds))
-        before, start = (await server.health()).batches, time.perf_counter()
-        await asyncio.gather(*(late(request, i) for i, request in enumerate(wanted)))
-        after = (await server.health()).batches
-        sizes = {str(k): v - before.get(k, 0) for k, v in after.items() if v != before.get(k, 0)}
-        seconds = time.perf_counter() - start
-        report(
-            "rollout, adapter on, requests one by one",
-            images_per_s=len(wanted) / seconds,
-            seconds=seconds,
-            batches=sizes,
-        )
+def since(before: dict[int, int], after: dict[int, int]) -> dict[str, int]:
+    """Batches by size that were drawn between two reports."""
+    return {str(k): v - before.get(k, 0) for k, v in after.items() if v != before.get(k, 0)}
 
-    await one_by_one()
-    for turn in ("first", "second"):
-        start = time.perf_counter()
-        await server.sleep()
-        middle = time.perf_counter()
-        await server.wake_up()
-        report(f"sleep and wake, {turn}", sleep_s=middle - start, wake_s=time.perf_counter() - middle)
-    await draw("rollout after waking", count=size.batch, repeat=1)
-    await server.shutdown()
+
+async def sync(size: Size, folder: Path, report: Report, server: Any, version: int) -> None:
+    """Send an adapter and prove that it arrived."""
+    from lora_sync import verify
+
+    payload = make_payload(size, folder, version)
+    start = time.perf_counter()
+    verify(payload, await server.update_lora(payload))
+    report("sync", seconds=time.perf_counter() - start, tensors=len(payload.tensors), good=True)
+
+
+def engine_attention(size: Size, folder: Path, report: Report) -> None:
+    """The engine with other attention kernels, one after the other."""
+    for kernel in ("TORCH_SDPA",) if CPU else ("CUDNN_ATTN", "FLASH_ATTN"):
+        with report.section(kernel, 60) as go:
+            if go:
+                os.environ.pop("DIFFUSION_ATTENTION_BACKEND", None)
+                asyncio.run(_variant(size, folder, report, f", {kernel}", rollout_attn_backend=kernel))
+
+
+def engine_fp8(size: Size, folder: Path, report: Report) -> None:
+    """The engine with its weights in fp8."""
+    options = {} if CPU else {"engine_kwargs": {"quantization": "fp8"}}
+    asyncio.run(_variant(size, folder, report, ", fp8", **options))
+
+
+async def _variant(size: Size, folder: Path, report: Report, name: str, **settings: Any) -> None:
+    import torch
+
+    async with serving(size, folder, report, name, **settings) as (server, draw, _):
+        await sync(size, folder, report, server, 3)
+        samples = await draw("rollout, adapter on")
+        torch.save({"samples": samples.cpu().to_dict()}, folder / f"engine_samples{name.replace(', ', '_')}.pt")
 
 
 def build_engine(size: Size, folder: Path, **options: Any) -> Any:
@@ -398,19 +415,6 @@ def build_engine(size: Size, folder: Path, **options: Any) -> Any:
     )
     engine.initialize()
     return engine
-
-
-@contextlib.contextmanager
-def uncompiled(engine: Any) -> Iterator[None]:
-    """Blocks as they are without the compiler."""
-    kept = [block._compiled_call_impl for block in engine.blocks]
-    for block in engine.blocks:
-        block._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for block, call in zip(engine.blocks, kept, strict=True):
-            block._compiled_call_impl = call
 
 
 def trainer(size: Size, folder: Path, report: Report) -> None:
@@ -448,7 +452,7 @@ def trainer(size: Size, folder: Path, report: Report) -> None:
             "good": bool(gap.max() < 5e-3),
         }
 
-    def rollout(what: str, count: int = size.batch, repeat: int = 2) -> Any:
+    def rollout(what: str, count: int = size.batch, repeat: int = 1) -> Any:
         kept: list[Any] = []
 
         def draw() -> None:
@@ -462,12 +466,10 @@ def trainer(size: Size, folder: Path, report: Report) -> None:
         report(what, images_per_s=count / seconds, first_s=first, seconds=seconds, **phases, peak_gb=peak_gb())
         return kept[0]
 
-    with uncompiled(engine):
-        rollout("rollout, not compiled", repeat=1)
     samples = rollout("rollout")
     data = training_batch(samples, size, samples["rollout_log_probs"])
     report("log-prob floor of the own rollout", **floor(data))
-    seconds, _ = timed(lambda: replay(data), 2)
+    seconds, _ = timed(lambda: replay(data), 1)
     texts = samples["prompt_embeds"].shape[1], samples["negative_prompt_embeds"].shape[1]
     work = 2 * sum(tflop(size, folder, len(samples), text) for text in texts)  # two trained steps
     report("replay", seconds=seconds, tflops=work / seconds, images_per_s=len(samples) / seconds)
@@ -499,33 +501,38 @@ def trainer(size: Size, folder: Path, report: Report) -> None:
         off = (apart / max(sum(float(wanted[n].square().sum()) for n in names), 1e-30)) ** 0.5
         chosen = sorted(set(engine.recompute.chosen.values())) if recompute is None else [recompute]
         share = {"useful_tflops": 2 * work * len(batch) / len(samples) / seconds, "peak_gb": peak_gb()}
-        report(what, seconds=seconds, first_s=first, recomputed=chosen, gradient_off_by=off, good=off < 0.1, **share)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        values = {"recomputed": chosen, "gradient_off_by": off, "graphs": graphs}
+        report(what, seconds=seconds, first_s=first, good=off < 0.15, **values, **share)
 
-    with uncompiled(engine):
-        update("update, not compiled, all recomputed", recompute=len(engine.blocks), repeat=1)
-    update("update, all recomputed", recompute=len(engine.blocks))
-    masked = data.clone()
-    pad = torch.nn.functional.pad
-    masked["prompt_embeds"] = pad(data["prompt_embeds"], (0, 0, 0, 1))
-    masked["prompt_embeds_mask"] = pad(data["prompt_embeds_mask"], (0, 1))
-    masked["prompt_embeds_mask"][:: size.micro, -1] = True  # one longer row a micro-batch: none can do without its mask
-    update("update, all recomputed, masked attention", masked, recompute=len(engine.blocks), repeat=1)
     update("update, as many recomputed as memory asks")
-    with contextlib.suppress(Exception):
-        engine.module.set_attention_backend("native" if CPU else "_native_cudnn")
-        update("update, as many recomputed as memory asks, cuDNN attention")
-        engine.module.reset_attention_backend()
     start = now()
     engine.step()
     report("optimizer step", seconds=now() - start)
     apply_lora(engine.module, make_payload(size, folder, 3), "default")
-    file = folder / "engine_samples.pt"
-    if file.exists():
-        from tensordict import TensorDict
+    for file in sorted(folder.glob("engine_samples*.pt")):
+        name = file.stem.removeprefix("engine_samples").replace("_", ", ", 1)
+        with report.section(f"log-prob floor of the engine's rollout{name}"):
+            from tensordict import TensorDict
 
-        theirs = TensorDict(torch.load(file)["samples"], batch_size=[2 * size.batch])[: size.batch]
-        scored = training_batch(theirs, size, theirs["rollout_log_probs"])
-        report("log-prob floor of the engine's rollout", **floor(scored))
+            theirs = TensorDict(torch.load(file)["samples"], batch_size=[2 * size.batch])[: size.batch]
+            scored = training_batch(theirs, size, theirs["rollout_log_probs"])
+            report(f"log-prob floor of the engine's rollout{name}", **floor(scored))
+    with report.section("update, all recomputed", 60) as go:
+        if go:
+            update("update, all recomputed", recompute=len(engine.blocks), repeat=1)
+    with report.section("update, all recomputed, masked attention", 60) as go:
+        if go:
+            masked = data.clone()
+            pad = torch.nn.functional.pad
+            masked["prompt_embeds"] = pad(data["prompt_embeds"], (0, 0, 0, 1))
+            masked["prompt_embeds_mask"] = pad(data["prompt_embeds_mask"], (0, 1))
+            masked["prompt_embeds_mask"][:: size.micro, -1] = True  # one longer row in each micro-batch
+            update("update, all recomputed, masked attention", masked, recompute=len(engine.blocks), repeat=1)
+    with report.section("not compiled", 75) as go, uncompiled(engine):
+        if go:
+            update("update, not compiled, all recomputed", recompute=len(engine.blocks), repeat=1)
+            rollout("rollout, not compiled")
 
 
 def ranks(size: Size, folder: Path, report: Report) -> None:
@@ -617,6 +624,11 @@ def program(size: Size, folder: Path, report: Report, *keys: str) -> None:
             report(f"step {row.get('step')}", **kept)
 
 
+def program_again(size: Size, folder: Path, report: Report) -> None:
+    """The second start on a machine: what was compiled is there."""
+    program(size, folder, report, "trainer.total_steps=1")
+
+
 def program_engine(size: Size, folder: Path, report: Report) -> None:
     """The same with a vLLM-Omni engine: on a card of its own where there are two, else asleep during updates."""
     own = "rollout.vllm_omni.engine_kwargs={custom_pipeline_args: {pipeline_class: bench_pipeline.RandomQwenImage}}"
@@ -628,16 +640,14 @@ def program_engine(size: Size, folder: Path, report: Report) -> None:
 
 
 def run_part(
-    part: str, options: argparse.Namespace, folder: Path, into: Path, log: Path, cards: str | None
+    part: str, options: argparse.Namespace, folder: Path, into: Path, log: Path, cards: str | None, seconds: float
 ) -> subprocess.Popen[bytes]:
     """Start one part in a process group of its own."""
     env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1" if CPU else "6", **os.environ}
     env["PYTHONPATH"] = f"{ROOT / 'tools'}:{env.get('PYTHONPATH', '')}"
-    env.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True") if part in (
-        "plain",
-        "trainer",
-        "ranks",
-    ) else None
+    env["BENCH_END"] = str(time.time() + seconds)
+    if not part.startswith(("engine", "program")):
+        env.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if cards is not None:
         env["CUDA_VISIBLE_DEVICES"] = cards
     command = [
@@ -677,7 +687,10 @@ def main() -> int:
     if options.child:
         report = Report(Path(options.into), options.child)
         try:
-            globals()[options.child](size, Path(options.folder), report)
+            if options.child in bench_blocks.PARTS:
+                bench_blocks.PARTS[options.child](options.model == "tiny", report)
+            else:
+                globals()[options.child](size, Path(options.folder), report)
         except Exception as error:
             traceback.print_exc()
             report("failed", good=False, error=f"{type(error).__name__}: {error}"[-900:])
@@ -712,8 +725,9 @@ def schedule(options: argparse.Namespace, folder: Path, into: Path, logs: Path, 
             if waiting and time.monotonic() < end and len(free) >= (every if whole else 1):
                 part, mine = waiting.pop(0), [free.pop(0) for _ in range(every if whole else 1)]
                 cards = None if mine == [None] else ",".join(card or "" for card in mine)
-                process = run_part(part, options, folder, into, logs / f"{part}.log", cards)
-                running.append((part, process, mine, min(time.monotonic() + DEADLINES[part], end)))
+                seconds = min(DEADLINES[part], end - time.monotonic())
+                process = run_part(part, options, folder, into, logs / f"{part}.log", cards, seconds)
+                running.append((part, process, mine, time.monotonic() + seconds))
             elif waiting and not running:
                 failed += [f"{part}: not started" for part in waiting]
                 break

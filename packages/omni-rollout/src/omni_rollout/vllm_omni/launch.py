@@ -27,6 +27,8 @@ def start_engine(config: DiffusionRolloutConfig, path: str, cuda_visible_devices
     if cuda_visible_devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices
     os.environ.setdefault("DIFFUSION_ATTENTION_BACKEND", settings.rollout_attn_backend)
+    # The first sleep makes pinned memory for all weights: by default one thread asks for it page by page, about 1 GB/s.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "pinned_use_cuda_host_register:True,pinned_num_register_threads:8")
     if enabled():
         # A kernel library that vLLM imports compiles for CUDA in background processes, which only cost time here.
         os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")

@@ -1,0 +1,85 @@
+"""What the parts of `bench_gpu.py` share: results as they come, clocks, sections that cannot take each other down."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+CPU = os.environ.get("OMNI_ROLLOUT_CPU") == "1"
+
+
+class Report:
+    """One line of JSON per result, kept whatever becomes of the process."""
+
+    def __init__(self, path: Path, part: str) -> None:
+        self.path, self.part = path, part
+
+    def __call__(self, what: str, **values: Any) -> None:
+        rounded = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}
+        with self.path.open("a") as file:
+            file.write(json.dumps({"part": self.part, "what": what, **rounded}) + "\n")
+
+    @contextlib.contextmanager
+    def section(self, what: str, seconds: float = 0.0, optional: bool = False) -> Iterator[bool]:
+        """A piece of a part: what fails in it is reported and the part goes on. False inside, and a line in the report,
+        where fewer than `seconds` are left; the block must ask. An `optional` one may fail: a library is not there."""
+        enough = seconds_left() > seconds
+        if not enough:
+            self(what, skipped=f"{seconds_left():.0f} s left, it takes {seconds:.0f}")
+        try:
+            yield enough
+        except Exception as error:
+            traceback.print_exc()
+            self(what, failed=f"{type(error).__name__}: {error}"[:400], **({} if optional else {"good": False}))
+            if not CPU:
+                import torch
+
+                torch.cuda.empty_cache()
+
+
+def seconds_left() -> float:
+    """Until this part is ended."""
+    return float(os.environ.get("BENCH_END", "inf")) - time.time()
+
+
+def device() -> str:
+    """Where this runs."""
+    return "cpu" if CPU else "cuda"
+
+
+def now() -> float:
+    """Host clock once the device has finished."""
+    import torch
+
+    if not CPU:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def timed(work: Callable[[], Any], repeat: int = 3) -> tuple[float, float]:
+    """(median, first) seconds of `repeat` runs after one; the one holds loading and compiling."""
+    start = now()
+    work()
+    first, times = now() - start, []
+    for _ in range(repeat):
+        start = now()
+        work()
+        times.append(now() - start)
+    return sorted(times)[len(times) // 2], first
+
+
+def peak_gb() -> float:
+    """Most memory that was allocated since the last call."""
+    import torch
+
+    if CPU:
+        return 0.0
+    peak = torch.cuda.max_memory_allocated() / 1e9
+    torch.cuda.reset_peak_memory_stats()
+    return peak
