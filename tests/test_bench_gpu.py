@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 TOOLS = Path(__file__).parent.parent / "tools"
+PARTS = ["ceiling", "changes", "precision", "sizes", "plain", "trainer"]
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def bench(monkeypatch):
 
 
 def test_the_tiny_form(tmp_path):
-    command = [sys.executable, str(TOOLS / "bench_gpu.py"), "--model", "tiny", "--parts", "ceiling", "plain", "trainer"]
+    command = [sys.executable, str(TOOLS / "bench_gpu.py"), "--model", "tiny", "--parts", *PARTS]
     command += ["--out", str(tmp_path / "found.jsonl"), "--logs", str(tmp_path), "--limit", "1200"]
     env = {**os.environ, "OMNI_ROLLOUT_CPU": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -30,9 +31,12 @@ def test_the_tiny_form(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
     by_name = {(row["part"], row["what"]): row for row in rows}
     assert all(row.get("good", True) for row in rows)
-    assert {part for part, what in by_name if what == "done"} == {"ceiling", "plain", "trainer"}
+    assert {part for part, what in by_name if what == "done"} == set(PARTS)
     assert by_name["trainer", "log-prob floor of the own rollout"]["largest_log_prob_gap"] <= 1e-5
     assert by_name["trainer", "update, all recomputed"]["recomputed"] == [2]
+    assert by_name["precision", "2 blocks"]["gradient_not_compiled"] > 1e-3  # bf16 against fp32
+    assert by_name["changes", "off: rotation without complex numbers"]["gradient_off_by"] <= 1e-4
+    assert by_name["sizes", "wan_5b, ours over plain"]["times"] > 0
     assert by_name["trainer", "update, all recomputed"]["gradient_off_by"] <= 1e-5
     for name in [("ceiling", "matmul"), ("plain", "update"), ("trainer", "replay")]:
         assert by_name[name].get("tflops", by_name[name].get("useful_tflops")) > 0
@@ -49,7 +53,7 @@ def test_parts_that_fail_or_hang_are_reported(bench, monkeypatch, tmp_path):
     }
     seen = {}
 
-    def run_part(part, options, folder, into, log, cards):
+    def run_part(part, options, folder, into, log, cards, seconds):
         seen[part] = cards
         log.write_text("")
         return subprocess.Popen([sys.executable, "-S", "-c", codes[part]], start_new_session=True)

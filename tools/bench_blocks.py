@@ -69,17 +69,17 @@ def shrunk(work: Work, small: bool) -> Work:
     """For a CPU: the same code on few and narrow blocks."""
     if not small:
         return work
-    narrow = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
+    narrow: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
     narrow |= {"axes_dims_rope": [4, 6, 6]} if work.architecture == "qwen_image" else {}
     narrow |= {"caption_projection_dim": 32, "dual_attention_layers": [0]} if work.architecture == "sd3" else {}
     narrow |= {"ffn_dim": 64} if work.architecture == "wan" else {}
-    side = {"height": 64, "across": 64, "frames": min(work.frames, 5)}
+    side: dict[str, Any] = {"height": 64, "across": 64, "frames": min(work.frames, 5)}
     return replace(
         work, config={**work.config, **narrow}, text=(9, 9 if work.pooled else 5), batch=2, micro=2, rank=4, **side
     )
 
 
-def policy(work: Work, blocks: int | None = None, dtype: str | None = None, **options: Any) -> Any:
+def policy(work: Work, blocks: int | None = None, dtype: Any = None, **options: Any) -> Any:
     """The trainer's engine over random weights, its adapter stirred."""
     import torch
     from fsdp_diffusers_engine import (
@@ -228,6 +228,9 @@ def attention(small: bool, report: Report) -> None:
         for _ in range(10):
             call(*given)
 
+    def there_and_back(call: Callable[..., Any], g: Any, *given: Any) -> None:
+        torch.autograd.grad(call(*given), given, g)
+
     for tokens in (20,) if small else (1024 + 75, 1024 + 6, 1024 + 128):
         draw = torch.Generator(device()).manual_seed(0)
         q, k, v, g = (
@@ -241,7 +244,7 @@ def attention(small: bool, report: Report) -> None:
             kernels |= {
                 "cuDNN": lambda: native(SDPBackend.CUDNN_ATTENTION),
                 "cuDNN, inputs copied": lambda: native(SDPBackend.CUDNN_ATTENTION, True),
-                "with a mask": lambda mask=mask: native(SDPBackend.EFFICIENT_ATTENTION, mask=mask),
+                "with a mask": partial(native, SDPBackend.EFFICIENT_ATTENTION, mask=mask),
                 "FA3, forward alone": fa3,
                 "FA4": fa4,
             }
@@ -258,9 +261,7 @@ def attention(small: bool, report: Report) -> None:
                 if "alone" not in name:
                     given = [x.detach().requires_grad_() for x in (q, k, v)]
 
-                    whole, _ = timed(
-                        partial(ten, lambda *x, call=call, g=g: torch.autograd.grad(call(*x), x, g), *given)
-                    )
+                    whole, _ = timed(partial(ten, partial(there_and_back, call, g), *given))
                     values |= {
                         "backward_ms": (whole - seconds) * 100,
                         "backward_tflops": 25 * work / (whole - seconds),
@@ -350,7 +351,8 @@ def scale_on_the_output(engine: Any) -> Iterator[None]:
         def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
             y = self.base_layer(x)
             for name in self.active_adapters:
-                a, b = self.lora_A[name].weight, self.lora_B[name].weight
+                a: Any = self.lora_A[name].weight
+                b: Any = self.lora_B[name].weight
                 y = y + F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype)) * self.scaling[name]
             return y
 
@@ -402,6 +404,9 @@ def fp8(engine: Any) -> Iterator[None]:
     from torch import nn
 
     class Fp8Linear(nn.Linear):
+        low: Any
+        scale: Any
+
         def forward(self, input: Any) -> Any:
             x = input.reshape(-1, input.shape[-1])
             scale = x.abs().amax(dim=-1, keepdim=True).float().clamp_min(1e-12) / 448.0

@@ -29,6 +29,7 @@ class AdaptedLinear(Linear):
         y: Tensor = self.base_layer(x, *args, **kwargs)
         for name in self.active_adapters:
             if name in self.lora_A:
-                a, b = self.lora_A[name].weight, self.lora_B[name].weight
+                a: Any = self.lora_A[name].weight
+                b: Any = self.lora_B[name].weight
                 y = y + F.linear(F.linear(x, a.to(x.dtype)) * self.scaling[name], b.to(x.dtype))
         return y

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +37,12 @@ def _rotate_without_complex_numbers() -> None:
     from diffusers.models.transformers.transformer_qwenimage import ROPE_PER_DEVICE
 
     if getattr(ROPE_PER_DEVICE["cuda"], "__name__", "") != "rotate":
-        complex_form = ROPE_PER_DEVICE["cuda"]
+        complex_form: Any = ROPE_PER_DEVICE["cuda"]
 
         def rotate(x: Tensor, freqs: Tensor) -> Tensor:
             if torch.compiler.is_compiling():
                 return rotated(x, freqs)
-            return complex_form(x, freqs)  # type: ignore[return-value]
+            return complex_form(x, freqs)  # type: ignore[no-any-return]
 
         ROPE_PER_DEVICE["cuda"] = rotate
 
