@@ -14,6 +14,7 @@ import os
 import socket
 import time
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -67,6 +68,9 @@ class TrainingWorker:
             raise EngineError(
                 f"world_size={config.world_size} needs init_method, the same on all ranks, e.g. 'tcp://10.0.0.1:29500'"
             )
+        if interface := _interface_to(config.init_method):
+            # Else gloo takes the one of the host's own name, which is 127.0.0.1 on many machines.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         device = sharding.pick_device(engine)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -248,6 +252,24 @@ def _step_statistics(step: dict[str, float]) -> dict[str, Statistic]:
 def _noise_seed(seed: int, step: int, epoch: int, number: int) -> int:
     """Another number for every mini-batch of a run; how many there are in a step may change from step to step."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{epoch}/{number}".encode()).digest()[:6], "little")
+
+
+def _interface_to(init_method: str) -> str | None:
+    """The network interface by which this machine reaches ``tcp://HOST:PORT``; None where that cannot be told."""
+    import psutil
+
+    place = urlsplit(init_method)
+    if place.scheme != "tcp" or place.hostname is None:
+        return None
+    try:
+        kind = socket.getaddrinfo(place.hostname, place.port)[0][0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect((place.hostname, place.port or 1))  # sends nothing: it asks for the route
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    found = psutil.net_if_addrs().items()
+    return next((name for name, addresses in found if any(one.address == own for one in addresses)), None)
 
 
 def meeting_point() -> str:

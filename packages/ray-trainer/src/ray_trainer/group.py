@@ -134,6 +134,18 @@ class WorkerGroup:
         """(Ray node, GPU) of every GPU that a worker holds."""
         return [place for places in self.call(Worker.gpu_places) for place in places]
 
+    def where(self, error: BaseException | None) -> str:
+        """Of a process that is gone: which one it was, on which machine. Empty for other errors."""
+        while error is not None and not hasattr(error, "actor_id"):
+            error = error.__cause__
+        ids, gone = [worker.actor._actor_id.hex() for worker in self.workers], getattr(error, "actor_id", None)
+        if gone not in ids:
+            return ""
+        rank = ids.index(gone)
+        return (
+            f"training process {rank} on machine {self.gang.addresses[rank]} is gone; look there, and at `ray status`"
+        )
+
     def close(self) -> None:
         """End the processes."""
         for worker in self.workers:

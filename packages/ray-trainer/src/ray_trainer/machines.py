@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from ray_trainer.errors import TrainerError
 
 ANSWER_S = 120.0
 """How long a machine may take to start a process and answer a question."""
+LEAVE_S = 45.0
+"""How long Ray may take to see that a machine is gone."""
 _OWN = [
     "ray_trainer",
     "omni_rollout",
@@ -39,7 +42,7 @@ def machines() -> dict[str, dict[str, Any]]:
 
 
 def on_each(work: Callable[[], Any], nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Call a function once on every machine; its answers by node id.
+    """Call a function once on every machine; its answers by node id. A machine that has left meanwhile gives none.
 
     Args:
         work: nested in another function, so that it travels as code: a machine with other packages can run it too.
@@ -66,8 +69,20 @@ def on_each(work: Callable[[], Any], nodes: Mapping[str, Mapping[str, Any]]) -> 
             ) from error
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None) or error
+            if cause is error and _leaves(node):
+                continue
             raise TrainerError(f"{where}: {type(cause).__name__}: {str(cause).splitlines()[-1][:300]}") from error
     return answers
+
+
+def _leaves(node: str) -> bool:
+    """Whether Ray takes a machine off its list: it notices after some seconds that one is gone."""
+    deadline = time.monotonic() + LEAVE_S
+    while node in machines():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+    return True
 
 
 def check_machines(config: RunConfig) -> None:
@@ -145,6 +160,7 @@ class Gang:
     bundles: Sequence[int]
     nodes: Sequence[str]
     """Node id of each rank's machine."""
+    addresses: Sequence[str]
     machines: Sequence[Machine]
 
     def strategy(self, rank: int) -> Any:
@@ -191,4 +207,5 @@ def reserve(config: RunConfig, cpus: float) -> tuple[Gang, bool]:
     bundles = sorted(place, key=lambda bundle: (order.index(place[bundle]), bundle))
     held = [place[bundle] for bundle in bundles]
     counted = [Machine(gpus[node] if use_gpu else 0, held.count(node)) for node in order]
-    return Gang(group, bundles, held, [m for m in counted if m.gpus or m.ranks]), use_gpu
+    addresses = [nodes[node]["NodeManagerAddress"] for node in held]
+    return Gang(group, bundles, held, addresses, [m for m in counted if m.gpus or m.ranks]), use_gpu

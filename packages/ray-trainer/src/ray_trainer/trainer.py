@@ -189,7 +189,8 @@ class RayDiffusionTrainer(ABC):
             return TrainerError(
                 str(cause)
             )  # a worker refused what a person can mend: its words, not a remote traceback
-        message = f"{phase}: {words(error)}" if step is None else f"step {step}, {phase}: {words(error)}"
+        said = (hasattr(self, "workers") and self.workers.where(cause)) or words(error)
+        message = f"{phase}: {said}" if step is None else f"step {step}, {phase}: {said}"
         if is_out_of_memory(error):
             message += f"; {less_memory(self.config, phase)}"
         full = disk_full(error, self.run.path) if hasattr(self, "run") else ""
