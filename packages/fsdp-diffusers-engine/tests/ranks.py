@@ -194,6 +194,19 @@ def experts(rank: int, world: int) -> Any:
     )
 
 
+def experts_apart(rank: int, world: int) -> Any:
+    """Wan's two experts with a noise level for each sample: whole copies on two ranks may enter different ones at a time."""
+    levels = ForwardProcessConfig(levels="uniform", num_levels=2)
+    engine = HELP.build_engine(
+        WAN, "forward_process", optim={"lr": 1e-4}, engine={"sharding": "replicate"}, forward=levels
+    )
+    stir(engine)
+    data = HELP.build_batch((16, 1, 4, 4), count=5)
+    data["prompt_embeds_mask"] = torch.ones(5, 7, dtype=torch.bool)  # Wan has no text mask
+    data.set_non_tensor("noise_seed", 7)
+    return update(engine, share(data, SPLITS[world]["uneven"], rank), DiffusionLossConfig(loss_mode="diffusion_nft"))
+
+
 def sequence(rank: int, world: int) -> Any:
     """Two ranks share the tokens of the same samples."""
     engine = HELP.build_engine(QWEN, optim={"lr": 1e-4}, engine={"ulysses_sequence_parallel_size": world})
@@ -293,7 +306,7 @@ def aborting(rank: int, world: int) -> dict[str, Any]:
 
 Scenario = Callable[[int, int], Any]
 PLAN: list[tuple[int, list[Scenario]]] = [
-    (1, [lora_even, lora_uneven, full, forward_process, preference, experts, sequence, save]),
+    (1, [lora_even, lora_uneven, full, forward_process, preference, experts, experts_apart, sequence, save]),
     (
         2,
         [
@@ -305,6 +318,7 @@ PLAN: list[tuple[int, list[Scenario]]] = [
             full,
             forward_process,
             experts,
+            experts_apart,
             sequence,
             mixed,
             preference,

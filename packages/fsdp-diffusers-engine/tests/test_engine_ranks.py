@@ -68,6 +68,7 @@ def assert_same_update(found: Any, single: Any) -> None:
         ("forward_process", 2),
         ("preference", 2),
         ("experts", 2),
+        ("experts_apart", 2),
         ("sequence", 2),
     ],
 )

@@ -11,6 +11,7 @@ import ray_trainer.trainer as loop
 import torch
 from flowgrpo.cli import APP as FLOWGRPO
 from ray.exceptions import RayTaskError
+from ray_trainer.card_memory import Placement
 from ray_trainer.cli import run
 from ray_trainer.errors import TrainerError
 from ray_trainer.failure import first_cause, is_out_of_memory, record_failure, words
@@ -148,6 +149,11 @@ class Fakes:
             raise self.error
 
     # workers
+    placement = Placement("replicate", -1)
+
+    def where(self, error):
+        return ""
+
     def call(self, method, *arguments):
         if method is Worker.save_checkpoint:
             if not self.saves:

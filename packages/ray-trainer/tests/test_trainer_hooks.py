@@ -217,13 +217,16 @@ def test_guidance_is_refused_where_the_update_compares_with_the_velocity_that_sa
     ],
 )
 def test_two_experts_shared_by_several_processes_take_losses_whose_samples_stay_together(app, recipe, changes, words):
-    made = compose(app, Path(str(files(app))) / "recipes" / f"{recipe}.yaml", ["trainer.num_workers=2", *changes])
+    keys = ["trainer.num_workers=2", "actor.fsdp_config.sharding=shard", *changes]
+    made = compose(app, Path(str(files(app))) / "recipes" / f"{recipe}.yaml", keys)
     check_experts(made, {"boundary_ratio": None})
     if words is None:
         return check_experts(made, {"boundary_ratio": 0.875})
     with pytest.raises(TrainerError, match=words):
         check_experts(made, {"boundary_ratio": 0.875})
-    made.trainer.num_workers = 1
+    made.actor.fsdp_config.sharding = "replicate"  # whole copies wait for nobody in a forward pass
+    check_experts(made, {"boundary_ratio": 0.875})
+    made.actor.fsdp_config.sharding, made.trainer.num_workers = "shard", 1
     return check_experts(made, {"boundary_ratio": 0.875})
 
 

@@ -23,6 +23,7 @@ _OWN = [
     "omni_rollout",
     "fsdp_diffusers_engine",
     "image_rewards",
+    "run_report",
     "lora_sync",
     "model_specs",
     "sde_samplers",
