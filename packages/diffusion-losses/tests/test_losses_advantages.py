@@ -1,8 +1,7 @@
-"""Advantages: second derivations, degenerate groups, several rewards, running statistics, best-of-n, pairs, decay."""
+"""Advantages: second derivations, degenerate groups, several rewards, pairs, decay."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 
@@ -10,13 +9,10 @@ import pytest
 import torch
 from diffusion_losses import (
     LossError,
-    RunningStatistics,
-    best_of_n,
     combined_advantages,
     group_advantages,
     make_pairs,
     old_policy_decay,
-    pair_advantages,
 )
 
 close = torch.testing.assert_close
@@ -91,26 +87,11 @@ def test_equal_prompts_with_different_ids_are_different_groups_and_order_does_no
     close(group_advantages(rewards, ids).advantages, group_advantages(rewards, groups).advantages)
 
 
-def test_clip_dtype_and_columns():
+def test_clip_and_dtype():
     rewards, groups = rewards_and_groups()
     out = group_advantages(rewards.float(), groups, clip=0.5)
     assert out.advantages.dtype == torch.float32
     assert out.advantages.abs().max() == 0.5
-    table = torch.stack([rewards, 3.0 * rewards, rewards.flip(0)], dim=1)
-    by_column = group_advantages(table, groups, eps=0.0).advantages
-    close(by_column[:, 0], by_column[:, 1])
-    close(by_column[:, 2], group_advantages(rewards.flip(0), groups, eps=0.0).advantages)
-
-
-def test_trimming_changes_statistics_and_drops_nobody():
-    rewards = torch.tensor([-100.0, 1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
-    out = group_advantages(rewards, ["g"] * 5, trimmed_ratio=0.2, eps=0.0)
-    close(out.advantages, (rewards - 2.5) / statistics.stdev([1, 2, 3, 4]))
-    assert out.mask.all()
-    close(
-        group_advantages(rewards, ["g"] * 5, trimmed_ratio=0.19).advantages,
-        group_advantages(rewards, ["g"] * 5).advantages,
-    )
 
 
 def three_rewards():
@@ -164,64 +145,6 @@ def test_components_are_reported_apart_and_holes_are_masked():
     assert combined_advantages({"flat": torch.zeros(24)}, groups).mask.any() == torch.tensor(False)
 
 
-def test_running_statistics_equal_those_of_the_whole_history():
-    tracker, history = RunningStatistics(eps=0.0), {}
-    for epoch in range(4):
-        rewards, groups = rewards_and_groups(seed=epoch)
-        rewards = rewards + 1e3  # moments around a large mean
-        out = tracker.update(rewards, groups)
-        for r, g in zip(rewards.tolist(), groups, strict=True):
-            history.setdefault(g, []).append(r)
-        want = [
-            (r - statistics.mean(history[g])) / statistics.stdev(history[g])
-            for r, g in zip(rewards.tolist(), groups, strict=True)
-        ]
-        close(out.advantages, torch.tensor(want, dtype=torch.float64), rtol=1e-8, atol=1e-9)
-    assert out.metrics["advantages/tracked_prompts"] == len(history)
-
-
-def test_the_first_running_update_is_group_advantages():
-    rewards, groups = rewards_and_groups()
-    for std in ("group", "batch", "none"):
-        close(
-            RunningStatistics(std=std).update(rewards, groups).advantages,
-            group_advantages(rewards, groups, std=std).advantages,
-        )
-
-
-def test_a_prompt_alone_gets_a_signal_once_it_has_a_past():
-    tracker = RunningStatistics()
-    assert not tracker.update([1.0], ["p"]).mask.any()
-    assert not tracker.update([1.0, NAN], ["p", "p"]).mask.any()
-    out = tracker.update([4.0], ["p"])
-    close(out.advantages, torch.tensor([(4.0 - 2.0) / (math.sqrt(3.0) + 1e-4)]))
-    assert out.mask.all()
-
-
-def test_running_state_survives_json():
-    rewards, groups = rewards_and_groups()
-    tracker, copy = RunningStatistics(), RunningStatistics()
-    tracker.update(rewards, groups)
-    copy.load_state_dict(json.loads(json.dumps(tracker.state_dict())))
-    again, _ = rewards_and_groups(seed=7)
-    assert torch.equal(tracker.update(again, groups).advantages, copy.update(again, groups).advantages)
-    tracker.clear()
-    assert tracker.state_dict() == {"prompts": []}
-    with pytest.raises(LossError, match="'prompts'"):
-        tracker.load_state_dict({"prompt": []})
-
-
-def test_best_of_n_per_batch_and_per_group():
-    scores = [3.0, 1.0, 2.0, NAN, 0.0, 5.0, 2.0, 1.0]
-    assert best_of_n(scores, 4).tolist() == [0, 5, 4, 1]  # row 1 before row 7: ties keep the batch order
-    assert best_of_n(scores, 2, ["a", "a", "a", "a", "b", "b", "b", "b"]).tolist() == [0, 1, 5, 4]
-    for n in (0, 3, -2):
-        with pytest.raises(LossError, match=rf"n={n} must be an even number"):
-            best_of_n(scores, n)
-    with pytest.raises(LossError, match="only 3 of 4 scores are finite"):
-        best_of_n(scores, 4, ["a"] * 4 + ["b"] * 4)
-
-
 def test_best_and_worst_pairs():
     rewards = torch.tensor([1.0, 3.0, 3.0, 0.0, 0.5, 0.5, NAN, 2.0, 9.0])
     groups = ["a", "a", "a", "a", "tie", "tie", "b", "b", "c"]
@@ -247,25 +170,10 @@ def test_all_pairs_above_a_margin():
     assert everything.metrics["pairs/pairs"] == 5
 
 
-def test_pair_advantages():
-    out = pair_advantages(torch.tensor([1.0, 3.0, 2.0, 5.0, 5.0]), ["a", "a", "a", "t", "t"])
-    assert out.advantages.tolist() == [-1.0, 1.0, 0.0, 0.0, 0.0]
-    assert out.mask.tolist() == [True, True, False, False, False]
-
-
 def test_decay_schedules():
-    assert [old_policy_decay(n) for n in (0, 10, 500, 9999)] == [0.0, 0.01, 0.5, 0.5]
-    assert old_policy_decay(9999, "copy") == 0.0
-    assert [old_policy_decay(n, "delayed") for n in (0, 75, 76, 9999)] == [0.0, 0.0, 0.0075, 0.999]
-    assert old_policy_decay(9999, "delayed", max_decay=0.95) == 0.95
-    assert old_policy_decay(9999, "linear", max_decay=0.999) == 0.999
-    for arguments, match in (
-        ((-1,), "step=-1"),
-        ((1, "linaer"), "did you mean 'linear'"),
-        ((1, "linear"), "max_decay=1"),
-    ):
-        with pytest.raises(LossError, match=match):
-            old_policy_decay(*arguments, max_decay=1.0)
+    assert [old_policy_decay(n, 0, 0.001, 0.5) for n in (0, 10, 500, 9999)] == [0.0, 0.01, 0.5, 0.5]
+    assert old_policy_decay(9999) == 0.0
+    assert [old_policy_decay(n, 75, 0.0075, 0.999) for n in (0, 75, 76, 9999)] == [0.0, 0.0, 0.0075, 0.999]
 
 
 @pytest.mark.parametrize(
@@ -284,12 +192,10 @@ def test_decay_schedules():
         (lambda: group_advantages(torch.zeros(2), ["a", "a"], ddof=2), "ddof=2 must be 0"),
         (lambda: group_advantages(torch.zeros(2), ["a", "a"], std="groups"), "did you mean 'group'"),
         (lambda: group_advantages(torch.zeros(2), ["a", "a"], eps_kind="max"), "choose one of add, floor"),
-        (lambda: group_advantages(torch.zeros(2), ["a", "a"], trimmed_ratio=1.0), "trimmed_ratio=1.0 must be in"),
         (lambda: combined_advantages({}, ["a"]), "is empty"),
         (lambda: combined_advantages({"ocr": torch.zeros(2)}, ["a", "a"], weights={"ocrr": 1.0}), "did you mean 'ocr'"),
         (lambda: combined_advantages({"a": torch.zeros(2), "b": torch.zeros(3)}, ["a", "a"]), "different lengths"),
         (lambda: combined_advantages({"a": torch.zeros(2)}, ["a", "a"], method="gpdo"), "did you mean 'gdpo'"),
-        (lambda: RunningStatistics(std="prompt"), "std='prompt' is unknown"),
         (lambda: make_pairs(torch.zeros(2), ["a", "a"], margin=-1.0), "margin=-1.0"),
         (lambda: make_pairs(torch.zeros(2), ["a", "a"], mode="best"), "did you mean 'best_worst'"),
         (lambda: make_pairs(torch.zeros(2), ["a", "a"], ties="drop"), "choose one of keep, skip"),

@@ -135,7 +135,7 @@ def learn_forward_process(config, policy, generator, iterations, lr):
             diffusion_loss(config, {"velocity": policy(x_t, sigma, asked)}, data).loss.backward()
             optimizer.step()
             steps += 1
-        decay = old_policy_decay(steps, "linear") if config.loss_mode == "diffusion_nft" else 0.0
+        decay = old_policy_decay(steps, 0, 0.001, 0.5) if config.loss_mode == "diffusion_nft" else 0.0
         with torch.no_grad():
             for mine, theirs in zip(old.parameters(), policy.parameters(), strict=True):
                 mine.lerp_(theirs, 1.0 - decay)

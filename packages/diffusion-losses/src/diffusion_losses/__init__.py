@@ -8,34 +8,32 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from diffusion_losses.config import DiffusionLossConfig
-from diffusion_losses.errors import LossError
-from diffusion_losses.specs import LossSpec, find_loss, known_losses
-from diffusion_losses.statistics import Statistic, numbers, pool_statistics, statistic
+from .config import DiffusionLossConfig
+from .errors import LossError
+from .specs import LossSpec, find_loss, known_losses
+from .statistics import Statistic, numbers, pool_statistics, statistic
 
 if TYPE_CHECKING:
-    from diffusion_losses.advantages import group_advantages, pair_advantages
-    from diffusion_losses.correction import rollout_correction
-    from diffusion_losses.decay import old_policy_decay
-    from diffusion_losses.forward_process import matching_log_prob, nft_terms, optimality_probability
-    from diffusion_losses.kl import mean_kl, velocity_kl
-    from diffusion_losses.multi_reward import combined_advantages
-    from diffusion_losses.pairs import make_pairs
-    from diffusion_losses.preference import denoising_error, preference_loss, preference_margin
-    from diffusion_losses.registry import diffusion_loss
-    from diffusion_losses.running import RunningStatistics
-    from diffusion_losses.selection import best_of_n
-    from diffusion_losses.surrogates import (
+    from .advantages import group_advantages
+    from .correction import rollout_correction
+    from .decay import old_policy_decay
+    from .forward_process import matching_log_prob, nft_terms, optimality_probability
+    from .kl import mean_kl, velocity_kl
+    from .multi_reward import combined_advantages
+    from .pairs import make_pairs
+    from .preference import denoising_error, preference_loss, preference_margin
+    from .registry import diffusion_loss
+    from .surrogates import (
         clipped_surrogate,
         divergence_keep,
         guard_log_ratio,
         noise_scale_weights,
         trajectory_log_ratio,
     )
-    from diffusion_losses.types import AdvantageOutput, CorrectionOutput, ElementLoss, LossOutput, PairOutput
+    from .types import AdvantageOutput, CorrectionOutput, ElementLoss, LossOutput, PairOutput
 
 _HOMES = {
-    "advantages": ("group_advantages", "pair_advantages"),
+    "advantages": ("group_advantages",),
     "correction": ("rollout_correction",),
     "decay": ("old_policy_decay",),
     "forward_process": ("matching_log_prob", "nft_terms", "optimality_probability"),
@@ -44,8 +42,6 @@ _HOMES = {
     "pairs": ("make_pairs",),
     "preference": ("denoising_error", "preference_loss", "preference_margin"),
     "registry": ("diffusion_loss",),
-    "running": ("RunningStatistics",),
-    "selection": ("best_of_n",),
     "surrogates": (
         "clipped_surrogate",
         "divergence_keep",
@@ -66,9 +62,7 @@ __all__ = [
     "LossOutput",
     "LossSpec",
     "PairOutput",
-    "RunningStatistics",
     "Statistic",
-    "best_of_n",
     "clipped_surrogate",
     "combined_advantages",
     "denoising_error",
@@ -86,7 +80,6 @@ __all__ = [
     "numbers",
     "old_policy_decay",
     "optimality_probability",
-    "pair_advantages",
     "pool_statistics",
     "preference_loss",
     "preference_margin",

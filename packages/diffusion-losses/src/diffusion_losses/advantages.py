@@ -16,16 +16,15 @@ rewards of its group are equal.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from diffusion_losses.errors import LossError, unknown_name
-from diffusion_losses.groups import GroupIds, metric, read_groups, read_rewards, result_dtype
-from diffusion_losses.pairs import make_pairs
-from diffusion_losses.types import AdvantageOutput, Metrics
+from .errors import LossError, unknown_name
+from .groups import GroupIds, metric, read_groups, read_rewards, result_dtype
+from .types import AdvantageOutput, Metrics
 
 SCOPES = ("group", "batch", "none")
 EPS_KINDS = ("add", "floor")
@@ -41,57 +40,54 @@ def group_advantages(
     eps: float = 1e-4,
     eps_kind: str = "add",
     clip: float | None = None,
-    trimmed_ratio: float = 0.0,
 ) -> AdvantageOutput:
-    """Advantages of `rewards` [B] (or [B, T]: every column on its own) relative to their `groups`.
+    """Advantages of `rewards` [B] relative to their `groups`.
 
-    groups: one id per sample, in any order.
-    std: "group" (default: the definition in the FlowGRPO paper, arXiv 2505.05470, also DanceGRPO's and MixGRPO's;
-        every prompt gets the same weight), "batch" (one std for all; flow_grpo, verl-omni and Flow-Factory ship
-        this; prompts with a wide spread weigh more), or "none" (no division).
-    mean: "group", "batch" (DanceGRPO without groups) or "none" (the raw reward).
-    ddof: 1 divides by n - 1 (default: groups are small samples), 0 by n.
-    eps: added to the std, or with eps_kind="floor" the least value it may have.
-    clip: clamp to +-clip; the losses clamp on their own, so the default is not to.
-    trimmed_ratio: leave the lowest int(n * ratio) rewards of a group (or batch) out of mean and std only (MixGRPO).
+    Args:
+        groups: one id per sample, in any order.
+        std: "group" (default: the definition in the FlowGRPO paper, arXiv 2505.05470, also DanceGRPO's and MixGRPO's;
+            every prompt gets the same weight), "batch" (one std for all; flow_grpo, verl-omni and Flow-Factory ship
+            this; prompts with a wide spread weigh more), or "none" (no division).
+        mean: "group", "batch" (DanceGRPO without groups) or "none" (the raw reward).
+        ddof: 1 divides by n - 1 (default: groups are small samples), 0 by n.
+        eps: added to the std, or with `eps_kind="floor"` the least value it may have.
+        clip: clamp to +-clip; the losses clamp on their own, so the default is not to.
 
-    Returns advantages and mask of the rewards' shape, float64 for float64 rewards and else float32. Raises
-    `LossError` for a wrong shape, missing ids, clip <= 0, eps < 0 or an unknown name.
+    Returns:
+        Advantages and mask [B]; float64 for float64 rewards and else float32.
+
+    Raises:
+        LossError: a wrong shape, missing ids, clip <= 0, eps < 0 or an unknown name.
     """
     for name, value in (("std", std), ("mean", mean)):
         if value not in SCOPES:
             raise unknown_name(name, value, SCOPES)
-    check_scale(ddof=ddof, eps=eps, eps_kind=eps_kind, clip=clip)
-    if not 0.0 <= trimmed_ratio < 1.0:
-        raise LossError(
-            f"trimmed_ratio={trimmed_ratio!r} must be in [0, 1); it is the share of lowest rewards to leave out"
-        )
-    table = read_rewards("rewards", rewards, dims=(1, 2))
-    rows = read_groups(groups, table.shape[0])
-    columns = table.unsqueeze(1) if table.ndim == 1 else table
-    results = [
-        _column(column, rows, std=std, mean=mean, ddof=ddof, eps=eps, eps_kind=eps_kind, trimmed_ratio=trimmed_ratio)
-        for column in columns.unbind(dim=1)
-    ]
-    advantages = torch.stack([result.advantages for result in results], dim=1).reshape(table.shape)
-    mask = torch.stack([result.mask for result in results], dim=1).reshape(table.shape)
-    counts = {key: sum(result.counts[key] for result in results) for key in results[0].counts}
-    return finish(advantages, mask, counts, clip=clip, dtype=result_dtype(rewards))
-
-
-def pair_advantages(rewards: Tensor | Sequence[float], groups: GroupIds, *, ties: str = "skip") -> AdvantageOutput:
-    """+1 for the best, -1 for the worst and 0 for the other samples of each group: flow_grpo's `dpo` advantages, [B].
-
-    ties="skip" leaves a group whose rewards are all equal at zero (default: it says nothing); "keep" marks its
-    second sample best and its first worst, as flow_grpo does.
-    """
-    pairs = make_pairs(rewards, groups, ties=ties)
+    if ddof not in (0, 1):
+        raise LossError(f"ddof={ddof!r} must be 0 (divide by n) or 1 (divide by n - 1)")
+    if not eps >= 0:
+        raise LossError(f"eps={eps!r} must not be negative; it keeps the division by the std finite")
+    if eps_kind not in EPS_KINDS:
+        raise unknown_name("eps_kind", eps_kind, EPS_KINDS)
     values = read_rewards("rewards", rewards)
-    advantages = torch.zeros_like(values)
-    advantages[pairs.winner.to(values.device)] = 1.0
-    advantages[pairs.loser.to(values.device)] = -1.0
-    mask = advantages != 0
-    return AdvantageOutput(advantages.to(result_dtype(rewards)), mask, pairs.metrics)
+    rows, finite = read_groups(groups, values.numel()), torch.isfinite(values)
+    whole = moments(values[finite], ddof)
+    relative = mean == "group" or std == "group"
+    advantages, mask = torch.zeros_like(values), torch.zeros_like(finite)
+    counts = {"groups": len(rows), "nonfinite": int((~finite).sum()), "singleton_groups": 0, "equal_groups": 0}
+    for members in rows.values():
+        index = torch.tensor(members, device=values.device)
+        index = index[finite[index]]
+        own = moments(values[index], ddof)
+        counts["singleton_groups"] += own.count == 1
+        counts["equal_groups"] += own.count > 1 and own.flat
+        if own.count == 0 or (relative and own.flat) or (whole.flat and mean == "batch"):
+            continue
+        centre = {"group": own.mean, "batch": whole.mean, "none": 0.0}[mean]
+        scale = {"group": own.std, "batch": whole.std, "none": 1.0}[std]
+        divisor = 1.0 if std == "none" else scale_of(scale, eps, eps_kind)
+        advantages[index] = (values[index] - centre) / divisor
+        mask[index] = True
+    return finish(advantages, mask, counts, clip=clip, dtype=result_dtype(rewards))
 
 
 @dataclass(frozen=True)
@@ -104,15 +100,13 @@ class Moments:
     flat: bool
 
 
-def moments(values: Tensor, ddof: int, trimmed_ratio: float = 0.0) -> Moments:
+def moments(values: Tensor, ddof: int) -> Moments:
     """Statistics of finite float64 `values` [n]; the std of fewer than two values is 0."""
     if values.numel() == 0:
         return Moments(0.0, 0.0, 0, True)
     flat = bool(values.max() == values.min())
-    kept = values.sort().values[int(values.numel() * trimmed_ratio) :] if trimmed_ratio else values
-    average = float(kept.mean())
-    spread = float(kept.std(correction=ddof)) if kept.numel() > max(ddof, 1) else 0.0
-    return Moments(average, spread, values.numel(), flat)
+    spread = float(values.std(correction=ddof)) if values.numel() > max(ddof, 1) else 0.0
+    return Moments(float(values.mean()), spread, values.numel(), flat)
 
 
 def scale_of(std: float, eps: float, eps_kind: str) -> float:
@@ -121,22 +115,12 @@ def scale_of(std: float, eps: float, eps_kind: str) -> float:
     return scale if scale > 0 else 1.0
 
 
-def check_scale(*, ddof: int, eps: float, eps_kind: str, clip: float | None) -> None:
-    """Validate the arguments that every advantage function shares."""
-    if ddof not in (0, 1):
-        raise LossError(f"ddof={ddof!r} must be 0 (divide by n) or 1 (divide by n - 1)")
-    if not eps >= 0:
-        raise LossError(f"eps={eps!r} must not be negative; it keeps the division by the std finite")
-    if eps_kind not in EPS_KINDS:
-        raise unknown_name("eps_kind", eps_kind, EPS_KINDS)
-    if clip is not None and not clip > 0:
-        raise LossError(f"clip={clip!r} must be above zero, or None for no clipping")
-
-
 def finish(
     advantages: Tensor, mask: Tensor, counts: Mapping[str, float], *, clip: float | None, dtype: torch.dtype
 ) -> AdvantageOutput:
     """Clip, cast and report."""
+    if clip is not None and not clip > 0:
+        raise LossError(f"clip={clip!r} must be above zero, or None for no clipping")
     clipped = advantages if clip is None else advantages.clamp(-clip, clip)
     kept = clipped[mask]
     metrics: Metrics = {f"advantages/{name}": metric(value) for name, value in counts.items()}
@@ -145,42 +129,3 @@ def finish(
     metrics["advantages/std"] = metric(float(kept.std(correction=0)) if kept.numel() else 0.0)
     metrics["advantages/abs_max"] = metric(float(kept.abs().max()) if kept.numel() else 0.0)
     return AdvantageOutput(clipped.to(dtype), mask, metrics)
-
-
-@dataclass(frozen=True)
-class _Column:
-    advantages: Tensor
-    mask: Tensor
-    counts: dict[str, int]
-
-
-def _column(
-    values: Tensor,
-    rows: Mapping[Hashable, list[int]],
-    *,
-    std: str,
-    mean: str,
-    ddof: int,
-    eps: float,
-    eps_kind: str,
-    trimmed_ratio: float,
-) -> _Column:
-    finite = torch.isfinite(values)
-    whole = moments(values[finite], ddof, trimmed_ratio)
-    relative = mean == "group" or std == "group"
-    advantages, mask = torch.zeros_like(values), torch.zeros_like(finite)
-    counts = {"groups": len(rows), "nonfinite": int((~finite).sum()), "singleton_groups": 0, "equal_groups": 0}
-    for members in rows.values():
-        index = torch.tensor(members, device=values.device)
-        index = index[finite[index]]
-        own = moments(values[index], ddof, trimmed_ratio)
-        counts["singleton_groups"] += own.count == 1
-        counts["equal_groups"] += own.count > 1 and own.flat
-        if own.count == 0 or (relative and own.flat) or (whole.flat and mean == "batch"):
-            continue
-        centre = {"group": own.mean, "batch": whole.mean, "none": 0.0}[mean]
-        scale = {"group": own.std, "batch": whole.std, "none": 1.0}[std]
-        divisor = 1.0 if std == "none" else scale_of(scale, eps, eps_kind)
-        advantages[index] = (values[index] - centre) / divisor
-        mask[index] = True
-    return _Column(advantages, mask, counts)

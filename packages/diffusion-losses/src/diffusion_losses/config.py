@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from annotated_types import Interval
 
-from diffusion_losses.errors import LossError, unknown_name
-from diffusion_losses.specs import POLICY_GRADIENT, LossSpec, find_loss
+from .errors import LossError, unknown_name
+from .specs import POLICY_GRADIENT, LossSpec, find_loss
 
 MeanKLKind = Literal["std", "paper", "flow_grpo", "unscaled"]
 VelocityKLKind = Literal["velocity", "velocity_std", "velocity_paper"]

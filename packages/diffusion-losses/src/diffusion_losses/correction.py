@@ -17,12 +17,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from diffusion_losses.config import require_positive
-from diffusion_losses.elements import per_step, refuse_non_finite, require_full_precision, step_shape
-from diffusion_losses.errors import LossError, unknown_name
-from diffusion_losses.groups import metric
-from diffusion_losses.surrogates import safe_exp
-from diffusion_losses.types import CorrectionOutput, Metrics
+from .config import require_positive
+from .elements import per_step, refuse_non_finite, require_full_precision, step_shape
+from .errors import LossError, unknown_name
+from .groups import metric
+from .surrogates import safe_exp
+from .types import CorrectionOutput, Metrics
 
 MODES = ("decoupled", "bypass")
 LEVELS = ("step", "trajectory", "trajectory_mean")

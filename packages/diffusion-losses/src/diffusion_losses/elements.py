@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion_losses.errors import LossError
+from .errors import LossError
 
 Source = Mapping[str, Any]
 

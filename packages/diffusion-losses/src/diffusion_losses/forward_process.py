@@ -17,8 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from diffusion_losses.config import ADVANTAGE_MODES, AWM_WEIGHTINGS, NFT_FORMS, DiffusionLossConfig, require_positive
-from diffusion_losses.elements import (
+from .config import ADVANTAGE_MODES, AWM_WEIGHTINGS, NFT_FORMS, DiffusionLossConfig, require_positive
+from .elements import (
     Source,
     element_mean,
     latent_sized,
@@ -31,11 +31,11 @@ from diffusion_losses.elements import (
     step_shape,
     upcast,
 )
-from diffusion_losses.errors import unknown_name
-from diffusion_losses.kl import velocity_kl
-from diffusion_losses.preference import regression_target
-from diffusion_losses.surrogates import clipped_surrogate, outside_clip, safe_exp, trajectory_log_ratio
-from diffusion_losses.types import ElementLoss, Metrics
+from .errors import unknown_name
+from .kl import velocity_kl
+from .preference import regression_target
+from .surrogates import clipped_surrogate, outside_clip, safe_exp, trajectory_log_ratio
+from .types import ElementLoss, Metrics
 
 _AWM_FLOOR = 1e-10
 

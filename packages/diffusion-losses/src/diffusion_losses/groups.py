@@ -13,17 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffusion_losses.errors import LossError
+from .errors import LossError
 
 GroupIds = Sequence[Any] | Tensor
 
 
-def read_rewards(name: str, rewards: Tensor | Sequence[float], dims: tuple[int, ...] = (1,)) -> Tensor:
-    """Rewards as a detached float64 tensor, [B] (or [B, T] where a function takes columns)."""
+def read_rewards(name: str, rewards: Tensor | Sequence[float]) -> Tensor:
+    """Rewards as a detached float64 tensor, [B]."""
     tensor = rewards if isinstance(rewards, Tensor) else torch.as_tensor(rewards, dtype=torch.float64)
-    if tensor.ndim not in dims or tensor.shape[0] == 0:
-        shapes = " or ".join({1: "[B]", 2: "[B, T]"}[n] for n in dims)
-        raise LossError(f"{name} has shape {tuple(tensor.shape)}; give one reward per sample, {shapes} with B >= 1")
+    if tensor.ndim != 1 or tensor.shape[0] == 0:
+        raise LossError(f"{name} has shape {tuple(tensor.shape)}; give one reward per sample, [B] with B >= 1")
     return tensor.detach().double()
 
 

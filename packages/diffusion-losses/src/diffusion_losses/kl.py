@@ -20,9 +20,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diffusion_losses.config import MEAN_KL_KINDS, VELOCITY_KL_KINDS
-from diffusion_losses.elements import element_mean, per_step, require_above_zero, upcast
-from diffusion_losses.errors import LossError, unknown_name
+from .config import MEAN_KL_KINDS, VELOCITY_KL_KINDS
+from .elements import element_mean, per_step, require_above_zero, upcast
+from .errors import LossError, unknown_name
 
 
 def mean_kl(

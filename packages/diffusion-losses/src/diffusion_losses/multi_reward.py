@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from diffusion_losses.advantages import finish, group_advantages, moments, scale_of
-from diffusion_losses.errors import LossError, unknown_name
-from diffusion_losses.groups import GroupIds, read_rewards, result_dtype
-from diffusion_losses.types import AdvantageOutput
+from .advantages import finish, group_advantages, moments, scale_of
+from .errors import LossError, unknown_name
+from .groups import GroupIds, read_rewards, result_dtype
+from .types import AdvantageOutput
 
 METHODS = ("gdpo", "decoupled", "sum")
 

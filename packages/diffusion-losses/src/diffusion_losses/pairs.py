@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from diffusion_losses.errors import LossError, unknown_name
-from diffusion_losses.groups import GroupIds, metric, read_groups, read_rewards
-from diffusion_losses.types import PairOutput
+from .errors import LossError, unknown_name
+from .groups import GroupIds, metric, read_groups, read_rewards
+from .types import PairOutput
 
 MODES = ("best_worst", "all")
 TIES = ("skip", "keep")

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffusion_losses.config import VELOCITY_KL_KINDS, DiffusionLossConfig
-from diffusion_losses.elements import (
+from .config import VELOCITY_KL_KINDS, DiffusionLossConfig
+from .elements import (
     Source,
     element_mean,
     latent_sized,
@@ -36,9 +36,9 @@ from diffusion_losses.elements import (
     require_full_precision,
     step_shape,
 )
-from diffusion_losses.errors import LossError
-from diffusion_losses.kl import mean_kl, old_policy_kl, velocity_kl
-from diffusion_losses.surrogates import (
+from .errors import LossError
+from .kl import mean_kl, old_policy_kl, velocity_kl
+from .surrogates import (
     clipped_surrogate,
     divergence_keep,
     guard_log_ratio,
@@ -47,7 +47,7 @@ from diffusion_losses.surrogates import (
     safe_exp,
     trajectory_log_ratio,
 )
-from diffusion_losses.types import ElementLoss, Metrics
+from .types import ElementLoss, Metrics
 
 
 @dataclass(frozen=True)

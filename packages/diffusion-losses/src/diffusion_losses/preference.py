@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diffusion_losses.config import PREFERENCE_LOSSES, DiffusionLossConfig, require_positive
-from diffusion_losses.elements import (
+from .config import PREFERENCE_LOSSES, DiffusionLossConfig, require_positive
+from .elements import (
     Source,
     element_mean,
     latent_sized,
@@ -34,9 +34,9 @@ from diffusion_losses.elements import (
     require,
     upcast,
 )
-from diffusion_losses.errors import LossError, unknown_name
-from diffusion_losses.kl import velocity_kl
-from diffusion_losses.types import ElementLoss
+from .errors import LossError, unknown_name
+from .kl import velocity_kl
+from .types import ElementLoss
 
 
 def denoising_error(velocity: Tensor, target: Tensor, dims: int = 1) -> Tensor:

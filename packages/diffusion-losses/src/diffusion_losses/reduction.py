@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diffusion_losses.errors import LossError
-from diffusion_losses.statistics import Statistic
-from diffusion_losses.types import ElementLoss, LossOutput, Metrics
+from .errors import LossError
+from .statistics import Statistic
+from .types import ElementLoss, LossOutput, Metrics
 
 
 def reduce_elements(elements: ElementLoss, *, global_count: int | None = None, dp_group: Any = None) -> LossOutput:

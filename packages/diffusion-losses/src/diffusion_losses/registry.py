@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from diffusion_losses.config import DiffusionLossConfig
-from diffusion_losses.elements import Source, lookup
-from diffusion_losses.reduction import reduce_elements
-from diffusion_losses.types import LossOutput
+from .config import DiffusionLossConfig
+from .elements import Source, lookup
+from .reduction import reduce_elements
+from .types import LossOutput
 
 
 def diffusion_loss(config: DiffusionLossConfig, model_output: Source, data: Source, dp_group: Any = None) -> LossOutput:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from diffusion_losses.errors import LossError, unknown_name
+from .errors import LossError, unknown_name
 
 POLICY_GRADIENT = "policy_gradient"
 FORWARD_PROCESS = "forward_process"

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from diffusion_losses.errors import unknown_name
+from .errors import unknown_name
 
 POOLS = ("mean", "std", "max", "min", "sum", "events")
 

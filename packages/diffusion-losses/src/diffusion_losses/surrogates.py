@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from diffusion_losses.config import CLIP_SPACES, MASK_BOUNDARIES, require_positive
-from diffusion_losses.elements import element_mean, per_step, require_above_zero
-from diffusion_losses.errors import LossError, unknown_name
+from .config import CLIP_SPACES, MASK_BOUNDARIES, require_positive
+from .elements import element_mean, per_step, require_above_zero
+from .errors import LossError, unknown_name
 
 # exp(20) is already far outside any trust region; beyond it fp32 overflows and the backward pass turns 0 * inf into
 # NaN.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from diffusion_losses.statistics import Statistic
+from .statistics import Statistic
 
 Metrics = dict[str, Tensor]
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from annotated_types import Interval
 from diffusion_losses.config import DiffusionLossConfig
+from diffusion_losses.decay import old_policy_decay
 from fsdp_diffusers_engine.config import DiffusionModelConfig, FSDPDiffusionActorConfig
 from omni_rollout.allowed import Count, CountOrZero, Seconds, Seed, fault, kinds
 from omni_rollout.config import DiffusionRolloutConfig
@@ -110,7 +111,7 @@ class OldPolicyConfig:
 
     def decay(self, optimizer_steps: int) -> float:
         """d after this many optimizer steps."""
-        return min(max(self.decay_rate * (optimizer_steps - self.decay_start), 0.0), self.decay_max)
+        return old_policy_decay(optimizer_steps, self.decay_start, self.decay_rate, self.decay_max)
 
 
 @dataclass
