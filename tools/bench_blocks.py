@@ -563,7 +563,7 @@ def growth(small: bool, report: Report) -> None:
                 with torch.no_grad():
                     forward, _ = timed(lambda given=given: engine.velocity(**given), 2)
                 amount, values = tflop(engine, at, given), {}
-                if rows <= 16:
+                if rows * side * side <= 16 * 512 * 512:
                     update, _ = timed(lambda given=given: gradient(engine, given), 2)
                     values = {"update_s_an_image": update / rows * whole / blocks, "useful_tflops": 2 * amount / update}
                 report(
@@ -606,7 +606,6 @@ def ours(work: Work) -> tuple[float, float, dict[str, Any]]:
     given, few = inputs(engine, work, work.batch), inputs(engine, work, work.micro)
     with torch.no_grad():
         forward, first = timed(lambda: engine.velocity(**given), 2)
-    engine.module.train()
     update, update_first = timed(lambda: gradient(engine, few), 2)
     return forward, update, {
         "parameters": sum(p.numel() for p in engine.module.parameters()),
@@ -636,7 +635,6 @@ def plain(work: Work) -> tuple[float, float, dict[str, Any]]:
 
     with torch.no_grad():
         forward, _ = timed(lambda: velocity(**given), 2)
-    engine.module.train()
     update, _ = timed(lambda: gradient(engine, few, velocity), 2)
     return forward, update, {"useful_tflops": 2 * tflop(engine, work, few) / update}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +44,23 @@ def test_compiled_blocks_of_qwen_hold_no_complex_product(
         engine.forward_backward_batch(data, None, forward_only=True)
     assert "torch.float32" in seen
     assert not [dtype for dtype in seen if "complex" in dtype]
+
+
+def test_compiled_graphs_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the user's cache folder, unless a person named another."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for before in (None, default_cache_dir()):  # torch writes its default there once it was asked
+        if before is None:
+            monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        else:
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", before)
+        compiling.keep_graphs()
+        assert Path(cache_dir()).is_relative_to(tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
+    compiling.keep_graphs()
+    assert cache_dir() == str(tmp_path / "own")
 
 
 def test_adapted_layer_computes_what_peft_computes(make_engine: Any, stir: Any) -> None:

@@ -23,12 +23,20 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
-    # Inductor's own default lies in /tmp, which a restart of the machine empties.
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp-diffusers-engine"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
+    keep_graphs()
     _rotate_without_complex_numbers()
     for block in blocks:
         block.compile()
+
+
+def keep_graphs() -> None:
+    """Keep what is compiled in the user's cache folder: torch's own default lies in /tmp, which a restart empties. A folder that
+    was set by ``TORCHINDUCTOR_CACHE_DIR`` stays."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "fsdp-diffusers-engine" / "inductor")
 
 
 def _rotate_without_complex_numbers() -> None:
