@@ -145,6 +145,11 @@ def two(tmp_path_factory):
         machines.close()
 
 
+def test_more_workers_than_gpus_are_one_line(two):
+    said, _ = two.refused("trainer.num_workers=4", f"trainer.run_dir={two.place}/run")
+    assert "trainer.num_workers=4 needs 4 GPUs and Ray sees 1; ask for 1 or fewer" in said
+
+
 def test_a_head_that_does_not_answer_is_one_line(two):
     said, seconds = two.refused(f"ray.address={HEAD[:-1]}9:6379")
     assert "no Ray cluster answers at ray.address='10.213.7.9:6379'" in said

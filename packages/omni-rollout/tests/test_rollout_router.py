@@ -155,6 +155,23 @@ def test_waiting_for_a_turn_costs_no_deadline(arithmetic_replica, make_request, 
     assert router.metrics()["rollout/timeouts"] == 0
 
 
+def test_a_slow_replica_is_not_a_dead_one(arithmetic_replica, make_request, collect, assert_right):
+    """Every batch takes 1.5 times the limit, so the one behind it has its answer after 3 times."""
+    replicas = [arithmetic_replica(name, delay=0.3, batch_size=1) for name in "ab"]
+    router = Router(replicas, RouterConfig(request_timeout_s=0.2, max_retries=0))
+    requests = [make_request(i) for i in range(8)]
+    assert_right(drawn(router, requests, collect), requests)
+    metrics = router.metrics()
+    assert (metrics["rollout/timeouts"], metrics["rollout/replicas_alive"]) == (0, 2)
+    assert 0.4 < metrics["rollout/queued_s"] < 1.2  # four wait until the first four are half done
+
+
+def test_nothing_is_queued_where_there_is_room(arithmetic_replica, make_request, collect):
+    router = Router([arithmetic_replica(delay=0.05)])
+    drawn(router, [make_request(i) for i in range(8)], collect)
+    assert router.metrics()["rollout/queued_s"] == 0.0
+
+
 def test_failures_are_typed_and_final(arithmetic_replica, make_request, collect):
     slow = arithmetic_replica("slow")
     slow.hang = 0.2

@@ -7,7 +7,8 @@ Every request of a call is answered exactly once, or the call fails.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+import time
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -54,6 +55,9 @@ class Router:
         self.counts: Counter[str] = Counter()
         self._restart = restart if self.config.restart else None
         self._load = [0] * len(replicas)  # batches
+        self._waiting: dict[Replica, set[asyncio.Timeout]] = defaultdict(set)
+        self.queued_s = 0.0
+        """Seconds in which requests waited because every replica was full."""
         self._alive = [True] * len(replicas)
         self._restarts: dict[int, asyncio.Task[None]] = {}
         self._lost: set[int] = set()
@@ -78,11 +82,12 @@ class Router:
                     if work.attempt:  # a name of its own: the last attempt may still be cancelled under its old one
                         batch = [r.replace(request_id=f"{r.request_id}~{work.attempt}") for r in batch]
                     running[self._send(place, batch)] = work
-                change = asyncio.ensure_future(self._change())
+                change, began = asyncio.ensure_future(self._change()), time.monotonic()
                 try:
                     await asyncio.wait({*running, change}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     change.cancel()
+                    self.queued_s += (time.monotonic() - began) * bool(todo)
                 for task in [task for task in running if task.done()]:
                     work = running.pop(task)
                     try:
@@ -116,10 +121,17 @@ class Router:
         return task
 
     async def _attempt(self, place: int, replica: Replica, batch: list[GenerationRequest]) -> TensorDict:
+        # The deadline is that of a batch's own work and of the one batch that may lie before it. It starts again whenever the
+        # replica finishes a batch: one that is slow is not one that hangs.
+        limit, waiting = DEPTH * self.config.request_timeout_s, self._waiting[replica]
         try:
-            # The deadline is that of a batch's own work, and of the one batch that may lie before it.
-            async with asyncio.timeout(DEPTH * self.config.request_timeout_s or None):
-                return await replica.generate(batch)
+            async with asyncio.timeout(limit or None) as deadline:
+                waiting.add(deadline)
+                samples = await replica.generate(batch)
+                for other in waiting if limit else ():
+                    if not other.expired():
+                        other.reschedule(asyncio.get_running_loop().time() + limit)
+                return samples
         except TimeoutError as error:
             self.counts["timeouts"] += len(batch)
             self._leave(place, replica, "timeouts_replicas")  # a replica that hangs takes its whole queue with it
@@ -139,6 +151,8 @@ class Router:
         except ReplicaError:
             self.counts["errors"] += len(batch)
             raise
+        finally:
+            waiting.discard(deadline)
 
     async def _abort(self, replica: Replica, batch: list[GenerationRequest]) -> None:
         # Short: an abort must not hang on the very replica that hangs.
@@ -258,7 +272,8 @@ class Router:
         self._wake()
 
     def metrics(self) -> dict[str, float]:
-        """Counters since the start, in requests (replicas for deaths and restarts), named for the metrics file."""
+        """Counters since the start, in requests (replicas for deaths and restarts, seconds for `queued_s`), as metrics are named."""
         names = ("completed", "retried", "errors", "timeouts", "deaths", "restarts", "failed", "cancelled")
         values = {f"rollout/{name}": float(self.counts[name]) for name in names}
+        values["rollout/queued_s"] = self.queued_s
         return values | {"rollout/replicas_alive": float(sum(self._alive))}

@@ -23,7 +23,9 @@ from ray_trainer.config import RunConfig
 from ray_trainer.prompts import Prompt
 from ray_trainer.samplers import Sampler
 
-_FAULTS = tuple(f"rollout/{name}" for name in ("retried", "errors", "timeouts", "deaths", "restarts", "failed"))
+_FAULTS = tuple(
+    f"rollout/{name}" for name in ("retried", "errors", "timeouts", "deaths", "restarts", "failed", "queued_s")
+)
 
 
 def negative_prompt(prompt: Prompt, pipeline: DiffusionPipelineConfig) -> str:
