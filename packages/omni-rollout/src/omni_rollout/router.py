@@ -272,7 +272,7 @@ class Router:
         self._wake()
 
     def metrics(self) -> dict[str, float]:
-        """Counters since the start, in requests (replicas for deaths and restarts, seconds for `queued_s`), as metrics are named."""
+        """Counters since the start, in requests (replicas for deaths and restarts, seconds for `queued_s`), as metrics."""
         names = ("completed", "retried", "errors", "timeouts", "deaths", "restarts", "failed", "cancelled")
         values = {f"rollout/{name}": float(self.counts[name]) for name in names}
         values["rollout/queued_s"] = self.queued_s
