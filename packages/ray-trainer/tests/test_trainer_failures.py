@@ -262,7 +262,7 @@ BACKENDS = (["rollout.backend=diffusers"], ["rollout.backend=vllm_omni"])
 @pytest.mark.parametrize("backend", BACKENDS, ids=["diffusers", "vllm_omni"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_first_cause_is_read_in_every_phase(phase, backend, program, capsys, monkeypatch):
-    monkeypatch.setattr("ray_trainer.validate.find_spec", lambda name: True)
+    monkeypatch.setattr("ray_trainer.rules.find_spec", lambda name: True)
     # Everything else fails as well: the checkpoint after it, and closing.
     fakes = Fakes(
         phase, from_worker(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")), closes=False

@@ -17,7 +17,7 @@ from ray_trainer import schema
 from ray_trainer.config import compose
 from ray_trainer.errors import TrainerError
 from ray_trainer.group import WorkerGroup, fill_up
-from ray_trainer.validate_algorithm import check_algorithm, check_experts
+from ray_trainer.rules import check_experts, check_rules
 from ray_trainer.workers import ActorRolloutRefWorker
 from sde_samplers import SamplerSettings
 from tensordict import NonTensorStack, TensorDict
@@ -199,11 +199,11 @@ def test_guidance_is_refused_where_the_update_compares_with_the_velocity_that_sa
     folder = Path(str(files("dpo_online"))) / "recipes"
     config = compose("dpo-online", folder / f"{recipe}.yaml", ["rollout.pipeline.true_cfg_scale=4.0"])
     if words is None:
-        return check_algorithm(config)
+        return check_rules(config)
     with pytest.raises(TrainerError, match=words):
-        check_algorithm(config)
+        check_rules(config)
     embedded = compose("dpo-online", folder / f"{recipe}.yaml", ["rollout.pipeline.guidance_scale=3.5"])
-    return check_algorithm(embedded)  # an input of the model, in sampling and training alike
+    return check_rules(embedded)  # an input of the model, in sampling and training alike
 
 
 @pytest.mark.parametrize(

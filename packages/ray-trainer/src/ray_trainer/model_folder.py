@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,12 @@ from typing import Any
 from model_specs.base import ModelSpec
 from model_specs.errors import UnknownArchitectureError
 from model_specs.registry import available, find
+from safetensors import SafetensorError, safe_open
 
 from ray_trainer.errors import TrainerError
 
-_SINGLE = "diffusion_pytorch_model"
 _EULER = "FlowMatchEulerDiscreteScheduler"
 _RESPACED = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
-
 _SHIFTS = (
     "shift",
     "flow_shift",
@@ -34,6 +33,14 @@ _SHIFTS = (
     "base_image_seq_len",
     "max_image_seq_len",
 )
+# What a scheduler's config may say, so that it steps along the flow that is trained; None is a key that it does not have.
+_EULER_MAY = {"stochastic_sampling": (None, False), "invert_sigmas": (None, False), "num_train_timesteps": (None, 1000)}
+_SOLVER_MAY: dict[str, tuple[Any, ...]] = dict.fromkeys(("use_dynamic_shifting", *_RESPACED), (None, False)) | {
+    "use_flow_sigmas": (True,),
+    "prediction_type": ("flow_prediction",),
+    "final_sigmas_type": (None, "zero"),
+    "num_train_timesteps": (None, 1000),
+}
 _WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "processor", "feature_extractor", "image_processor")
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".msgpack")
@@ -53,6 +60,11 @@ def read_index(folder: Path) -> dict[str, Any]:
 def parts(folder: Path) -> list[str]:
     """Subfolders that the index names; parts that a pipeline was saved without are [null, null]."""
     return [name for name, entry in read_index(folder).items() if isinstance(entry, list) and entry[-1:] != [None]]
+
+
+def transformers(folder: Path) -> list[str]:
+    """The transformer, or both experts."""
+    return [part for part in parts(folder) if part.startswith("transformer")]
 
 
 def missing_parts(folder: Path) -> list[str]:
@@ -99,6 +111,8 @@ def check_folder(folder: Path, architecture: str | None = None) -> ModelSpec:
         found = _read_json(folder / part / "config.json").get("_class_name", expected)
         if found != expected:
             raise TrainerError(f"{folder / part} holds a {found}, and a {pipeline} needs a {expected}")
+    for part in transformers(folder):
+        _check_blocks(folder, part)
     check_scheduler(folder, spec)
     return spec(folder)
 
@@ -123,9 +137,7 @@ def check_part(folder: Path, part: str) -> None:
         config = _read_json(here / "config.json")
         if "quantization_config" in config and part.startswith(("transformer", "vae")):
             raise TrainerError(f"{here} holds quantized weights (quantization_config); give the folder in bf16 or fp32")
-        library = read_index(folder)[part][0]
-        for file in _weight_files(here, _SINGLE if library == "diffusers" else "model"):
-            read_header(file)
+        part_shapes(folder, part)
 
 
 def check_scheduler(folder: Path, spec: type[ModelSpec]) -> None:
@@ -143,46 +155,62 @@ def check_scheduler(folder: Path, spec: type[ModelSpec]) -> None:
     if config.get("time_shift_type", "exponential") not in ("exponential", "linear"):
         raise TrainerError(f"{file}: time_shift_type={config['time_shift_type']!r} must be exponential or linear")
     respaced = [key for key in _RESPACED if config.get(key)]
-    if name == _EULER:
-        wrong = {
-            "stochastic_sampling": bool(config.get("stochastic_sampling")),
-            "invert_sigmas": bool(config.get("invert_sigmas")),
-            "num_train_timesteps": config.get("num_train_timesteps", 1000) != 1000,
-            " and ".join(respaced): len(respaced) > 1,
-        }
-        if respaced == ["use_beta_sigmas"] and find_spec("scipy") is None:
-            raise TrainerError(f"{file}: use_beta_sigmas needs scipy; install it, or set it to false")
-    elif name in spec.solvers:
-        wrong = {
-            "use_flow_sigmas": not config.get("use_flow_sigmas"),
-            "prediction_type": config.get("prediction_type") != "flow_prediction",
-            "final_sigmas_type": config.get("final_sigmas_type", "zero") != "zero",
-            "use_dynamic_shifting": bool(config.get("use_dynamic_shifting")),
-            "num_train_timesteps": config.get("num_train_timesteps", 1000) != 1000,
-            " and ".join(respaced): bool(respaced),
-        }
-    else:
+    if name != _EULER and name not in spec.solvers:
         raise TrainerError(
             f"{file} names the scheduler {name!r}, whose steps the samplers cannot take for {spec.name}; put a {_EULER} there "
             "(its from_config takes this one's shift)"
         )
-    for key, bad in wrong.items():
-        if bad:
-            raise TrainerError(
-                f"{file}: {name} with {key}={config.get(key.split(' ')[0])!r} does not step along the flow that is trained; "
-                f"set it to what the published pipeline has, or put a plain {_EULER} there"
-            )
+    if name == _EULER and respaced == ["use_beta_sigmas"] and find_spec("scipy") is None:
+        raise TrainerError(f"{file}: use_beta_sigmas needs scipy; install it, or set it to false")
+    wrong = [key for key, may in (_EULER_MAY if name == _EULER else _SOLVER_MAY).items() if config.get(key) not in may]
+    if wrong or len(respaced) > 1:
+        said = f"{wrong[0]}={config.get(wrong[0])!r}" if wrong else f"{' and '.join(respaced)}=True"
+        raise TrainerError(
+            f"{file}: {name} with {said} does not step along the flow that is trained; set it to what the published pipeline has, "
+            f"or put a plain {_EULER} there"
+        )
 
 
 def part_shapes(folder: Path, part: str = "transformer") -> dict[str, tuple[int, ...]]:
-    """Shapes of a part's tensors by name, from the headers of its weights, in a folder that `check_folder` has passed."""
-    stem = _SINGLE if read_index(folder)[part][0] == "diffusers" else "model"
-    return {
-        name: tuple(entry["shape"])
-        for file in _weight_files(folder / part, stem)
-        for name, entry in read_header(file).items()
-        if name != "__metadata__"
-    }
+    """Shapes of a part's tensors by name, from the headers of the safetensors files that its loader will choose: those of their
+    table, else the single file.
+
+    Raises:
+        TrainerError: a file is not there, not whole, or of another kind.
+    """
+    here, stem = folder / part, "diffusion_pytorch_model" if read_index(folder)[part][0] == "diffusers" else "model"
+    table, single = here / f"{stem}.safetensors.index.json", here / f"{stem}.safetensors"
+    if single.is_file() and (stem == "model" or not table.is_file()):
+        return _shapes(single)
+    if not table.is_file():
+        raise TrainerError(_why_no_weights(here, stem))
+    weight_map = _read_json(table).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+        raise TrainerError(f"{table} holds no weight_map from tensors to files; copy it again")
+    names = sorted(set(weight_map.values()))
+    if absent := [name for name in names if not (here / name).is_file()]:
+        raise TrainerError(
+            f"{table} names {absent[0]!r}, which is not there ({len(absent)} of {len(names)} missing); copy it"
+        )
+    held = {name: _shapes(here / name) for name in names}
+    for tensor, name in weight_map.items():
+        if tensor not in held[name]:
+            raise TrainerError(
+                f"{table} says that {name!r} holds {tensor!r}, and it does not; copy the table and its files again"
+            )
+    return {tensor: shape for shapes in held.values() for tensor, shape in shapes.items()}
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a safetensors file, which must be whole."""
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        size = file.stat().st_size
+        raise TrainerError(
+            f"{file} ({size} bytes) is cut off, damaged or no safetensors file ({error}); copy it again"
+        ) from error
 
 
 def linear_layers(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -195,17 +223,18 @@ _BLOCKS = {"transformer_blocks": "num_layers", "single_transformer_blocks": "num
 _BLOCKS |= {"layers": "n_layers", "noise_refiner": "n_refiner_layers", "context_refiner": "n_refiner_layers"}
 
 
-def check_blocks(folder: Path, part: str, names: Iterable[str]) -> None:
+def _check_blocks(folder: Path, part: str) -> None:
     """Raise `TrainerError` unless the config of a transformer has as many blocks as its weights."""
-    file, found = folder / part / "config.json", dict[str, set[str]]()
-    for name in names:
+    config, found = _read_json(folder / part / "config.json"), dict[str, set[str]]()
+    for name in part_shapes(folder, part):
         blocks, number, *_ = [*name.split("."), ""]
         found.setdefault(blocks, set()).add(number)
     for blocks, numbers in found.items():
-        count = _read_json(file).get(_BLOCKS.get(blocks, ""), len(numbers))
-        if count != len(numbers):
+        key = _BLOCKS.get(blocks, "")
+        if config.get(key, len(numbers)) != len(numbers):
             raise TrainerError(
-                f"{file}: {_BLOCKS[blocks]}={count!r}, and the weights beside it hold {len(numbers)} {blocks}; copy both again"
+                f"{folder / part / 'config.json'}: {key}={config[key]!r}, and the weights beside it hold {len(numbers)} {blocks}; "
+                "copy both again"
             )
 
 
@@ -216,58 +245,6 @@ def size_multiple(spec: ModelSpec) -> int:
     except (TypeError, ValueError) as error:
         file = spec.folder and spec.folder / "vae" / "config.json"
         raise TrainerError(f"{file} is no {spec.vae_class}'s ({error}); copy it again") from error
-
-
-def read_header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file: name to {dtype, shape, data_offsets}.
-
-    Raises:
-        TrainerError: not a safetensors file, or its size is not what the header says.
-    """
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            text = opened.read(length) if length <= size - 8 else b""
-        header = json.loads(text)
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    except OSError as error:
-        raise TrainerError(f"{file} cannot be read ({error.strerror}); copy it again") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise TrainerError(
-            f"{file} is cut off or no safetensors file (no whole header in its {size} bytes); copy it again"
-        ) from error
-    expected = 8 + length + max(ends, default=0)
-    if size != expected:
-        raise TrainerError(
-            f"{file} has {size} bytes and its header says {expected}: it is cut off or damaged; copy it again"
-        )
-    return dict(header)
-
-
-def _weight_files(here: Path, stem: str) -> list[Path]:
-    """The safetensors files of a part, as the loader will choose them: by their table, else the single file."""
-    table, single = here / f"{stem}.safetensors.index.json", here / f"{stem}.safetensors"
-    if single.is_file() and (stem == "model" or not table.is_file()):
-        return [single]
-    if not table.is_file():
-        raise TrainerError(_why_no_weights(here, stem))
-    weight_map = _read_json(table).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
-        raise TrainerError(f"{table} holds no weight_map from tensors to files; copy it again")
-    names = sorted(set(weight_map.values()))
-    absent = [name for name in names if not (here / name).is_file()]
-    if absent:
-        raise TrainerError(
-            f"{table} names {absent[0]!r}, which is not there ({len(absent)} of {len(names)} missing); copy it"
-        )
-    headers = {name: read_header(here / name) for name in names}
-    for tensor, name in weight_map.items():
-        if tensor not in headers[name]:
-            raise TrainerError(
-                f"{table} says that {name!r} holds {tensor!r}, and it does not; copy the table and its files again"
-            )
-    return [here / name for name in names]
 
 
 def _why_no_weights(here: Path, stem: str) -> str:

@@ -21,6 +21,8 @@ from ray_trainer.errors import TrainerError
 from ray_trainer.model_folder import read_index
 
 if TYPE_CHECKING:
+    from omni_rollout.config import DiffusionPipelineConfig
+
     from ray_trainer.config import DataConfig
 
 
@@ -120,36 +122,32 @@ ROOM = 32
 """Tokens that templates and end marks may add to a prompt's own."""
 
 
-def check_lengths(spec: ModelSpec, folder: Path, texts: Iterable[tuple[str, str, int]]) -> None:
-    """Refuse a prompt that the model's encoder would refuse at the first step that draws it.
+def check_lengths(spec: ModelSpec, folder: Path, prompts: Iterable[Prompt], drawn: DiffusionPipelineConfig) -> None:
+    """Refuse a prompt, or a negative one, that the model's encoder would refuse at the first step that draws it.
 
     No tokenizer here makes more tokens than the text has bytes, so most prompts are known to fit without loading one.
-
-    Args:
-        spec: of the model.
-        folder: of the pipeline.
-        texts: (where, prompt or negative prompt, max_sequence_length) of each.
 
     Raises:
         TrainerError: the first one that is too long.
     """
-    clip_only = read_index(folder).get("text_encoder_3", True) in (
-        None,
-        [None, None],
-    )  # an SD3 that was saved without its T5
-    long = [
-        (where, text, limit)
-        for where, text, limit in texts
-        if max(len(form.encode()) for form in (text, normalize("NFKC", text))) + ROOM
-        > (min(limit, 77) if clip_only else limit)
+    without_t5 = read_index(folder).get("text_encoder_3", True) in (None, [None, None])  # an SD3 that was saved so
+    limit, check = drawn.max_sequence_length, None
+    room = (min(limit, 77) if without_t5 else limit) - ROOM
+    texts = [
+        pair
+        for p in prompts
+        for pair in (
+            (p.where, p.text),
+            (f"{p.where}, negative prompt", drawn.negative_prompt if p.negative is None else p.negative),
+        )
     ]
-    if not long:
-        return
-    try:
-        check = spec.prompt_check(folder)
-    except SpecError as error:
-        raise TrainerError(f"the prompts' lengths cannot be checked: {error}") from error
-    for where, text, limit in dict.fromkeys(long):
+    for where, text in texts:
+        if max(len(text.encode()), len(normalize("NFKC", text).encode())) <= room:
+            continue
+        try:
+            check = check or spec.prompt_check(folder)
+        except SpecError as error:
+            raise TrainerError(f"the prompts' lengths cannot be checked: {error}") from error
         try:
             check(text, limit)
         except SpecError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from importlib.util import find_spec
+from pathlib import Path
 
 from fsdp_diffusers_engine.errors import EngineError
 from fsdp_diffusers_engine.targets import resolve_targets
@@ -16,25 +16,53 @@ from ray_trainer.card_memory import check_heads
 from ray_trainer.cluster import check_ray
 from ray_trainer.config import RunConfig, check_values, to_tree, updates_per_step
 from ray_trainer.errors import TrainerError
-from ray_trainer.model_folder import (
-    check_blocks,
-    check_folder,
-    linear_layers,
-    part_shapes,
-    parts,
-    read_index,
-    size_multiple,
-)
+from ray_trainer.model_folder import check_folder, linear_layers, part_shapes, read_index, size_multiple, transformers
 from ray_trainer.models import locate, spec_class
 from ray_trainer.prompts import Prompt, PromptSampler, check_lengths, load_prompt_sets
 from ray_trainer.resume import check_resume
+from ray_trainer.rules import check_experts, check_rules
 from ray_trainer.run_dir import check_run_dir
-from ray_trainer.validate_algorithm import check_algorithm, check_experts, require
-from ray_trainer.validate_support import check_supported
 
 
-def _check_model(config: RunConfig) -> tuple[ModelSpec, list[str]]:
-    """The spec of a model, and what to say about it beforehand. Nothing is downloaded here."""
+def validate_config(config: RunConfig) -> list[str]:
+    """Check values, files and folders of a config.
+
+    Returns:
+        What will run, a line each.
+
+    Raises:
+        TrainerError: the first thing that cannot work, with the key, its value and what to change.
+    """
+    r, t, d, loss = config.rollout, config.trainer, config.data, config.actor.diffusion_loss
+    check_values(RunConfig, to_tree(config))  # `compose` did; a config that was made in Python comes here first
+    check_rules(config)
+    spec, folder, notes = _check_model(config)
+    notes += _check_first_lora(config, spec)
+    train, val = load_prompt_sets(d)
+    PromptSampler(train, d.prompts_per_step, t.seed)
+    _check_reward(config, [*train, *val])
+    if folder is not None:
+        _check_drawn(config, spec, folder, train, val)
+    check_ray(config.ray)
+    check_run_dir(t.run_dir, t.on_existing)
+    notes += check_resume(config, {"data.train_file": train, "data.val_file": val})
+    if config.actor.optim.lr > LARGE_LR:
+        notes.append(f"warning: actor.optim.lr={config.actor.optim.lr:g} is very large; recipes use 1e-5 to 2e-3")
+    samples, held_out = d.prompts_per_step * r.n, min(len(val), d.val_max_prompts)
+    source = d.val_file or f"{len(val)} held-out prompts of {d.train_file}, always the same; {len(train)} train"
+    return [
+        f"trains {spec.pipeline_class} at {r.pipeline.height}x{r.pipeline.width} with loss {loss.loss_mode}, "
+        f"LoRA rank {config.model.lora_rank}, reward {config.reward.name}",
+        *notes,
+        f"{t.total_steps} steps of {d.prompts_per_step} prompts x {r.n} samples = {samples} samples, "
+        f"{updates_per_step(config)} update(s) each",
+        f"validation on {held_out} prompts x {r.val_kwargs.n} samples of {source}",
+        f"run folder {t.run_dir}",
+    ]
+
+
+def _check_model(config: RunConfig) -> tuple[ModelSpec, Path | None, list[str]]:
+    """The spec of a model, its folder where it is here, and what to say beforehand. Nothing is downloaded."""
     model = config.model
     location, named = model.path, None if model.architecture is None else spec_class(model.architecture)
     folder = locate(location)
@@ -44,7 +72,7 @@ def _check_model(config: RunConfig) -> tuple[ModelSpec, list[str]]:
                 f"model.path={location!r} is neither a folder nor, as a Hugging Face Hub id, in the local cache; correct "
                 f"it, or set model.architecture ({', '.join(available())}) to have it downloaded when training starts"
             )
-        return named(), [f"model {location} is not on this machine; it will be downloaded when training starts"]
+        return named(), None, [f"model {location} is not on this machine; it will be downloaded when training starts"]
     index = folder / "model_index.json"
     if not index.is_file():
         raise TrainerError(
@@ -59,25 +87,20 @@ def _check_model(config: RunConfig) -> tuple[ModelSpec, list[str]]:
         )
     try:
         spec = check_folder(folder, model.architecture)
-        if not type(spec).__module__.startswith("model_specs."):
-            return spec, []  # it knows its own folder
-        there = [part for part in parts(folder) if part.startswith("transformer")]
-        if model.transformer_subfolder not in (None, *there):
-            raise TrainerError(
-                f"model.transformer_subfolder={model.transformer_subfolder!r} is none of {', '.join(there)}"
-            )
-        trained = [model.transformer_subfolder] if model.transformer_subfolder else there
-        shapes = {part: part_shapes(folder, part) for part in trained}
-        for part, tensors in shapes.items():
-            check_blocks(folder, part, tensors)
     except (TrainerError, SpecError) as error:
         raise TrainerError(f"model.path={location!r}: {error}") from error
+    if not type(spec).__module__.startswith("model_specs."):
+        return spec, folder, []  # it knows its own folder
+    there, wanted = transformers(folder), model.transformer_subfolder
+    if wanted not in (None, *there):
+        raise TrainerError(f"model.transformer_subfolder={wanted!r} is none of {', '.join(there)}")
+    shapes = [part_shapes(folder, part) for part in ([wanted] if wanted else there)]
     try:
-        for tensors in shapes.values():
+        for tensors in shapes:
             resolve_targets(list(linear_layers(tensors)), model, spec)
     except EngineError as error:
         raise TrainerError(f"model.{error}") from error
-    return spec, _warn_about_size(config, sum(map(math.prod, shapes[trained[0]].values())))
+    return spec, folder, _warn_about_size(config, sum(map(math.prod, shapes[0].values())))
 
 
 FULL_SIZE = 1e9
@@ -105,8 +128,9 @@ def _warn_about_size(config: RunConfig, parameters: int) -> list[str]:
     ]
 
 
-def _check_first_lora(path: str | None, names: str, rank: int) -> list[str]:
+def _check_first_lora(config: RunConfig, spec: ModelSpec) -> list[str]:
     """Read the LoRA that training starts from: a file of another kind or model ends here. Returns what to say about it."""
+    path, rank = config.model.lora_adapter_path, config.model.lora_rank
     if path is None:
         return []
     from lora_sync import LoRASyncError, load_any
@@ -114,30 +138,31 @@ def _check_first_lora(path: str | None, names: str, rank: int) -> list[str]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            payload, _ = load_any(path, architecture=names)
+            payload, _ = load_any(path, architecture=spec.lora_names)
         except (LoRASyncError, OSError) as error:
             raise TrainerError(f"model.lora_adapter_path={path!r}: {error}") from error
-    other = [len(tensor) for name, tensor in payload.tensors.items() if ".lora_A." in name and len(tensor) != rank]
-    require(
-        not other,
-        f"model.lora_adapter_path={path!r} has rank {min(other, default=rank)}, and model.lora_rank={rank}; set them to the same",
-    )
+    for name, tensor in payload.tensors.items():
+        if ".lora_A." in name and len(tensor) != rank:
+            raise TrainerError(
+                f"model.lora_adapter_path={path!r} has rank {len(tensor)}, and model.lora_rank={rank}; set them to the same"
+            )
     return [f"model.lora_adapter_path: {warning.message}" for warning in said]
 
 
-def _check_size(config: RunConfig, multiple: int) -> None:
-    """Sizes that the model can draw."""
-    for section, drawn in (
-        ("pipeline", config.rollout.pipeline),
-        ("val_kwargs.pipeline", config.rollout.val_kwargs.pipeline),
-    ):
-        for name in ("height", "width"):
-            side = getattr(drawn, name)
-            require(
-                side % multiple == 0,
-                f"rollout.{section}.{name}={side} must be a multiple of {multiple} for this model, such as "
-                f"{max(round(side / multiple), 1) * multiple}",
-            )
+def _check_drawn(config: RunConfig, spec: ModelSpec, folder: Path, train: list[Prompt], val: list[Prompt]) -> None:
+    """What depends on the model's own numbers: experts, heads, sizes of pictures and lengths of prompts."""
+    check_experts(config, read_index(folder))
+    check_heads(config, folder)
+    multiple, validation = size_multiple(spec), config.rollout.val_kwargs.pipeline
+    for key, drawn in (("rollout.pipeline", config.rollout.pipeline), ("rollout.val_kwargs.pipeline", validation)):
+        for name, side in (("height", drawn.height), ("width", drawn.width)):
+            if side % multiple:
+                raise TrainerError(
+                    f"{key}.{name}={side} must be a multiple of {multiple} for this model, such as "
+                    f"{max(round(side / multiple), 1) * multiple}"
+                )
+    check_lengths(spec, folder, train, config.rollout.pipeline)
+    check_lengths(spec, folder, val[: config.data.val_max_prompts], validation)
 
 
 def _check_reward(config: RunConfig, prompts: list[Prompt]) -> None:
@@ -160,78 +185,3 @@ def _check_reward(config: RunConfig, prompts: list[Prompt]) -> None:
 
 LARGE_LR = 0.02
 """Ten times the largest rate of a shipped recipe; AdamW moves every weight of a LoRA by about this much in a step."""
-
-
-def _warnings(config: RunConfig) -> list[str]:
-    """What is allowed and yet more often a slip than meant."""
-    lr = config.actor.optim.lr
-    return [f"warning: actor.optim.lr={lr:g} is very large; recipes use 1e-5 to 2e-3"] if lr > LARGE_LR else []
-
-
-def validate_config(config: RunConfig) -> list[str]:
-    """Check values, files and folders of a config.
-
-    Returns:
-        What will run, a line each.
-
-    Raises:
-        TrainerError: the first thing that cannot work, with the key, its value and what to change.
-    """
-    r, t, d, a = config.rollout, config.trainer, config.data, config.actor
-    check_values(RunConfig, to_tree(config))  # `compose` did; a config that was made in Python comes here first
-    spec, notes = _check_model(config)
-    notes += _check_first_lora(config.model.lora_adapter_path, spec.lora_names, config.model.lora_rank)
-    train, val = load_prompt_sets(d)
-    PromptSampler(train, d.prompts_per_step, t.seed)
-    _check_reward(config, [*train, *val])
-    require(r.n >= 2, f"rollout.n={r.n} is too small: advantages compare the samples of one prompt, so give at least 2")
-    require(
-        r.backend == "diffusers" or find_spec("vllm_omni") is not None,
-        f"rollout.backend={r.backend!r} needs vLLM-Omni: uv sync --extra vllm, or pip install 'omni-rollout[vllm]'",
-    )
-    check_algorithm(config)
-    folder = locate(config.model.path)
-    if folder is not None:
-        check_experts(config, read_index(folder))
-        check_heads(config, folder)
-        _check_size(config, size_multiple(spec))
-        drawn = ((train, r.pipeline), (val[: d.val_max_prompts], r.val_kwargs.pipeline))
-        check_lengths(
-            spec,
-            folder,
-            (
-                (where, text, drawing.max_sequence_length)
-                for prompts, drawing in drawn
-                for p in prompts
-                for where, text in (
-                    (p.where, p.text),
-                    (f"{p.where}, negative prompt", drawing.negative_prompt if p.negative is None else p.negative),
-                )
-            ),
-        )
-    check_supported(config)
-    for key, value in (
-        ("data.prompts_per_step x rollout.n", d.prompts_per_step * r.n),
-        ("actor.ppo_mini_batch_size", a.ppo_mini_batch_size),
-    ):
-        require(value % t.num_workers == 0, f"{key} = {value} must divide by trainer.num_workers={t.num_workers}")
-    check_ray(config.ray)
-    check_run_dir(t.run_dir, t.on_existing)
-    notes += check_resume(config, {"data.train_file": train, "data.val_file": val})
-    samples = d.prompts_per_step * r.n
-    held_out = min(len(val), d.val_max_prompts)
-    return [
-        f"trains {spec.pipeline_class} at {r.pipeline.height}x{r.pipeline.width} with loss {a.diffusion_loss.loss_mode}, "
-        f"LoRA rank {config.model.lora_rank}, reward {config.reward.name}",
-        *notes,
-        *_warnings(config),
-        f"{t.total_steps} steps of {d.prompts_per_step} prompts x {r.n} samples = {samples} samples, "
-        f"{updates_per_step(config)} update(s) each",
-        f"validation on {held_out} prompts x {r.val_kwargs.n} samples of "
-        + (
-            f"{d.val_file}"
-            if d.val_file
-            else f"{len(val)} held-out prompts of {d.train_file}, always the same; {len(train)} train"
-        ),
-        f"run folder {t.run_dir}",
-    ]

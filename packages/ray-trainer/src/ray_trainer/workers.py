@@ -18,7 +18,7 @@ from ray_trainer.cluster import available_cpus, memory_mb
 from ray_trainer.config import RunConfig, updates_per_step
 from ray_trainer.model_folder import read_index
 from ray_trainer.models import check_present, fetch
-from ray_trainer.validate_algorithm import check_experts
+from ray_trainer.rules import check_experts
 
 if TYPE_CHECKING:
     from diffusion_losses import Statistic

@@ -1,0 +1,177 @@
+"""Keys that contradict each other, or that these programs cannot serve: each rule says what is wrong, and nothing is ignored.
+
+Imports no torch, but for an agent loop of somebody's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from omni_rollout.errors import RolloutConfigError
+from omni_rollout.loops import LOOPS, get_agent_loop
+from sde_samplers.kinds import find_kind
+
+from ray_trainer.config import RunConfig, updates_per_step
+from ray_trainer.errors import TrainerError
+
+
+def check_rules(config: RunConfig) -> None:
+    """Raise `TrainerError` with the first rule that the config breaks."""
+    spec = config.actor.diffusion_loss.spec
+    broken = [
+        _sizes,
+        _policy_states,
+        _guidance,
+        *([_window] if spec.replays else []),
+        *([_pairs] if spec.paired else []),
+    ]
+    for rules in (*broken, _support):
+        for complaint in rules(config):
+            raise TrainerError(complaint)
+
+
+def _sizes(config: RunConfig) -> Iterator[str]:
+    """Every worker gets as many rows as the others, and every sample has another to be compared with."""
+    n, prompts, workers = config.rollout.n, config.data.prompts_per_step, config.trainer.num_workers
+    if n < 2:
+        yield f"rollout.n={n} is too small: advantages compare the samples of one prompt, so give at least 2"
+    if prompts * n % workers:
+        yield f"data.prompts_per_step x rollout.n = {prompts * n} must divide by trainer.num_workers={workers}"
+    if config.actor.ppo_mini_batch_size % workers:
+        yield f"actor.ppo_mini_batch_size = {config.actor.ppo_mini_batch_size} must divide by trainer.num_workers={workers}"
+
+
+def _policy_states(config: RunConfig) -> Iterator[str]:
+    """The old policy: kept where somebody reads it, following as it should, and the one that drew the samples."""
+    states, old = config.model.policy_state_adapters, config.algorithm.old_policy
+    sampler, reference = config.rollout.rollout_adapter, config.actor.forward_process.reference_state
+    loss, updates = config.actor.diffusion_loss, updates_per_step(config)
+    for key, name in (("rollout.rollout_adapter", sampler), ("actor.forward_process.reference_state", reference)):
+        if name not in ("reference", *states):
+            yield f"{key}={name!r} is no policy state of this run ({', '.join(states)}); add it to model.policy_state_adapters"
+    if loss.spec.replays and sampler != "default":
+        yield (
+            f"rollout.rollout_adapter={sampler!r} with loss_mode={loss.loss_mode}: its ratios need samples of the trained policy, "
+            "so use default"
+        )
+    if not loss.needs_old_velocity:
+        return
+    lags = old.update_every > 1 or (old.decay_rate > 0 and old.decay_max > 0)
+    if "old" in states and sampler != "old" and (sampler != "default" or lags):
+        yield (
+            f"loss_mode={loss.loss_mode} compares with the policy state old, and rollout.rollout_adapter={sampler!r} draws the "
+            "samples: set it to old, or let old be a copy after every step (algorithm.old_policy at its defaults)"
+        )
+    if "old" not in states and (sampler != "default" or updates != 1):
+        yield (
+            f"loss_mode={loss.loss_mode} with {updates} updates per step and samples of {sampler!r} needs the policy that sampled: "
+            "set model.policy_state_adapters=[default,old]"
+        )
+
+
+def _guidance(config: RunConfig) -> Iterator[str]:
+    """A loss that compares with the velocity that sampled needs samples drawn by that velocity.
+
+    Both DiffusionNFT and AWM are published without guidance. Guidance that is an input of the model (FLUX) is part of its
+    velocity and may have any value; preference pairs may come from any sampler.
+    """
+    loss, scale = config.actor.diffusion_loss, config.rollout.pipeline.true_cfg_scale
+    if scale > 1 and not loss.spec.guided_samples:
+        yield (
+            f"rollout.pipeline.true_cfg_scale={scale} with loss_mode={loss.loss_mode}: it compares the conditional velocity with "
+            "the one that drew the samples, and guidance draws with another; set rollout.pipeline.true_cfg_scale=1 (as published; "
+            "rollout.val_kwargs.pipeline may have guidance)"
+        )
+
+
+def _window(config: RunConfig) -> Iterator[str]:
+    """There must be noisy steps, and they must lie within the run."""
+    algo, steps = config.rollout.algo, config.rollout.pipeline.num_inference_steps
+    first, end = algo.sde_window_range or (0, max(steps - 1, 1))
+    size = end - first if algo.sde_window_size is None else algo.sde_window_size
+    if not find_kind(algo.kind).stochastic or algo.noise_level <= 0:
+        yield (
+            f"rollout.algo.sde_type={algo.sde_type} with noise_level={algo.noise_level} draws no noise, and a policy gradient "
+            "needs some: take flow_sde, flow_cps or dance_sde and a noise_level above 0"
+        )
+    if end > steps:
+        yield f"rollout.algo.sde_window_range={[first, end]} leaves rollout.pipeline.num_inference_steps={steps}; end it at {steps}"
+    if not 1 <= size <= end - first:
+        yield f"rollout.algo.sde_window_size={size} must be 1 to {end - first}, the steps of the window's range"
+
+
+def _pairs(config: RunConfig) -> Iterator[str]:
+    """Two rows that belong together must stay together."""
+    micro, mini = config.actor.ppo_micro_batch_size_per_gpu, config.actor.ppo_mini_batch_size
+    rows = 2 * config.trainer.num_workers
+    if micro % 2:
+        yield f"actor.ppo_micro_batch_size_per_gpu={micro} must be even: dpo takes pairs of rows"
+    if mini % rows:
+        yield f"actor.ppo_mini_batch_size={mini} must divide by {rows}: pairs of rows for each worker"
+
+
+def _support(config: RunConfig) -> Iterator[str]:
+    """What a package can do and these programs cannot yet."""
+    model, optim, fsdp, workers = config.model, config.actor.optim, config.actor.fsdp_config, config.trainer.num_workers
+    size, ranks = fsdp.fsdp_size, fsdp.ulysses_sequence_parallel_size
+    if model.lora_rank < 1:
+        yield f"model.lora_rank={model.lora_rank}: the loop trains a LoRA; full fine-tuning is in fsdp-diffusers-engine so far"
+    if model.lora.merge:
+        yield "model.lora.merge=true: samplers take the adapter as it is, and nothing here sends merged weights; leave it false"
+    if fsdp.ema_decay:
+        yield f"actor.fsdp_config.ema_decay={fsdp.ema_decay}: no validation and no export reads the average; leave it at 0"
+    if ranks != 1:
+        yield (
+            f"actor.fsdp_config.ulysses_sequence_parallel_size={ranks}: the loop gives every rank other samples, and ranks of one "
+            "sequence need the same; leave it at 1"
+        )
+    if size != -1 and workers % size:
+        yield f"actor.fsdp_config.fsdp_size={size} does not divide trainer.num_workers={workers}; use -1 for those of one machine"
+    if size != -1 and fsdp.sharding == "replicate":
+        yield (
+            f"actor.fsdp_config.fsdp_size={size} divides the model, and actor.fsdp_config.sharding='replicate' keeps all of it on "
+            "every GPU; use sharding=shard, or leave fsdp_size at -1"
+        )
+    if optim.lr_scheduler_type != "constant" and optim.lr_warmup_steps >= optim.total_training_steps:
+        yield (
+            f"actor.optim.lr_warmup_steps={optim.lr_warmup_steps} leaves nothing of actor.optim.total_training_steps="
+            f"{optim.total_training_steps} for the {optim.lr_scheduler_type} schedule; warm up for fewer steps, or use constant"
+        )
+    if config.rollout.backend == "vllm_omni" and find_spec("vllm_omni") is None:
+        yield "rollout.backend='vllm_omni' needs vLLM-Omni: uv sync --extra vllm, or pip install 'omni-rollout[vllm]'"
+    loop = config.rollout.agent.default_agent_loop
+    if loop not in LOOPS:  # a class of somebody's own
+        try:
+            get_agent_loop(loop)
+        except RolloutConfigError as error:
+            yield f"rollout.agent.default_agent_loop: {error}"
+    parallel = [name for name in config.rollout.vllm_omni.engine_kwargs if name.endswith(("_parallel_size", "_degree"))]
+    if parallel:
+        yield (
+            f"rollout.vllm_omni.engine_kwargs sets {', '.join(parallel)}: the engine gets as many GPUs as "
+            "rollout.vllm_omni.tensor_model_parallel_size says and no more; set that one"
+        )
+
+
+def check_experts(config: RunConfig, index: Mapping[str, Any]) -> None:
+    """Two experts behind one module (Wan2.2 A14B): processes that share its weights must enter the same one together.
+
+    Args:
+        index: content of the model's `model_index.json`.
+    """
+    loss, share = config.actor.diffusion_loss, config.algorithm.step_fraction
+    # Whole copies need nothing of each other. A worker asks again once it is known whether they are whole.
+    shared = config.trainer.num_workers > 1 and config.actor.fsdp_config.sharding == "shard"
+    if index.get("boundary_ratio") is None or not shared or (loss.spec.replays and share == 1):
+        return
+    cause = f"algorithm.step_fraction={share} draws steps for each sample"
+    if not loss.spec.replays:
+        cause = f"loss_mode={loss.loss_mode} draws a noise level for each sample"
+    raise TrainerError(
+        f"model.path={config.model.path!r} has two experts (boundary_ratio={index['boundary_ratio']}), and {cause}: with "
+        f"trainer.num_workers={config.trainer.num_workers} processes that share weights would wait for each other in different "
+        "experts; set actor.fsdp_config.sharding=replicate or trainer.num_workers=1, or take "
+        "a loss that trains the same steps of all samples (algorithm.step_fraction=1)"
+    )
