@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from image_rewards import PerSampleReward, Reward, RewardConfigError, RewardError, RewardResult, RewardSample, load
 from image_rewards.loop import RewardLoopManager
-from image_rewards.manager import ImageRewardManager, default_compute_score_image
+from image_rewards.manager import ImageRewardManager
 from image_rewards.ray_pool import import_ray
 
 
@@ -237,10 +237,8 @@ def test_work_spreads_over_the_workers(ray):
         assert time.monotonic() - start < 2.5
 
 
-def test_own_pool_and_given_placement_group(ray, shape_samples):
+def test_workers_go_into_a_given_placement_group(ray, shape_samples):
     samples = shape_samples(4)
-    with RewardLoopManager("shapes", num_workers=2, own_pool=True) as loop:
-        assert loop.score_batch(samples) == load("shapes").score(samples)
     group = ray.util.placement_group([{"CPU": 1}])
     with RewardLoopManager("shapes", num_workers=2, num_cpus=0.5, placement_group=group) as loop:
         assert loop.score_batch(samples) == load("shapes").score(samples)
@@ -267,42 +265,6 @@ def test_options_are_checked():
         RewardLoopManager("shapes", policy="zero")
     with pytest.raises(RewardConfigError, match="num_workers=0"):
         RewardLoopManager("shapes", num_workers=0)
-
-
-def test_compute_rm_score(ray, shape_samples):
-    torch = pytest.importorskip("torch")
-    tensordict = pytest.importorskip("tensordict")
-    samples = shape_samples(6)
-    data = tensordict.TensorDict({"responses": torch.tensor(np.stack([s.image for s in samples]))}, batch_size=[6])
-    for key in ("prompt", "metadata", "uid"):
-        values = [getattr(s, key) for s in samples]
-        data[key] = tensordict.NonTensorStack(*[tensordict.NonTensorData(v) for v in values])
-    alone = load("shapes").score(samples)
-    with RewardLoopManager("shapes", num_workers=1) as loop:
-        out = loop.compute_rm_score(data)
-    assert out["rm_scores"].shape == (6, 1)
-    assert out["rm_scores"].dtype == torch.float32
-    assert out["rm_scores"][:, 0].tolist() == pytest.approx([r.score for r in alone])
-    assert out["reward_components"] == [r.components for r in alone]
-    assert out["reward_error"] == [""] * 6
-
-
-def test_run_single_and_data_sources(shape_samples):
-    sample = shape_samples(1)[0]
-    manager = ImageRewardManager("shapes")
-    got = asyncio.run(manager.run_single({"responses": sample.image, "metadata": sample.metadata}))
-    assert got["reward_score"] == load("shapes")(sample).score
-    assert got["reward_extra_info"] == load("shapes")(sample).components
-    assert default_compute_score_image("me/tiny_shapes", sample.image, sample.metadata) == load("shapes")(sample)
-    by_source = ImageRewardManager()
-    ok, bad = by_source.score(
-        [
-            RewardSample(sample.image, "", sample.metadata, data_source="shapes"),
-            RewardSample(sample.image, data_source="?"),
-        ]
-    )
-    assert ok == load("shapes")(sample)
-    assert "data_source='?'" in str(bad.error)
 
 
 def test_a_batch_that_breaks_is_taken_apart():

@@ -24,7 +24,6 @@ import numpy as np
 import pytest
 from image_rewards import RewardConfigError, RewardInputError, RewardSample, RewardServiceError, load
 from image_rewards.http import HttpReward
-from image_rewards.post import Endpoint, post
 from image_rewards.server import is_loopback, serve
 from image_rewards.wire import (
     JSON_TYPE,
@@ -348,20 +347,14 @@ def test_answers_that_are_no_scores_are_refused(answer):
 def test_wire_keeps_every_field_and_pixel():
     rng = np.random.default_rng(0)
     samples = [
-        RewardSample(rng.integers(0, 256, (3, 5, 9), dtype=np.uint8), "héllo", {"text": ["a", 1, None]}, "u", 3, "s"),
+        RewardSample(rng.integers(0, 256, (3, 5, 9), dtype=np.uint8), "héllo", {"text": ["a", 1, None]}, "u", 3),
         RewardSample(rng.integers(0, 256, (4, 3, 6, 7), dtype=np.uint8)),
     ]
     for kind in (JSON_TYPE, TENSOR_TYPE):
         again = decode_samples(encode_samples(samples, kind), kind, 10)
         for a, b in zip(samples, again, strict=True):
             assert np.array_equal(a.image, b.image)
-            assert (a.prompt, a.metadata, a.uid, a.index, a.data_source) == (
-                b.prompt,
-                b.metadata,
-                b.uid,
-                b.index,
-                b.data_source,
-            )
+            assert (a.prompt, a.metadata, a.uid, a.index) == (b.prompt, b.metadata, b.uid, b.index)
     with pytest.raises(RewardInputError, match="2 samples are more"):
         decode_samples(encode_samples(samples), JSON_TYPE, 1)
     with pytest.raises(RewardInputError, match="cannot be sent as JSON"):
@@ -437,14 +430,14 @@ def test_answers_are_bounded_and_retries_stop_at_wrong_requests():
                         continue
 
         done = threads.submit(run)
-        endpoint = Endpoint(f"http://127.0.0.1:{listener.getsockname()[1]}/", max_retries=0)
+        reward = HttpReward(f"http://127.0.0.1:{listener.getsockname()[1]}/", max_retries=0)
         for kind, words in (
             (RewardInputError, "400: bad"),
             (RewardInputError, "more than"),
             (RewardServiceError, "could not"),
         ):
             with pytest.raises(kind, match=words):
-                post(endpoint, b"{}", JSON_TYPE, bytes)
+                reward.post(b"{}", JSON_TYPE, bytes)
         done.result(10)
     assert len(calls) == 3
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from image_rewards.errors import RewardError, RewardInputError, RewardServiceError
+from image_rewards.errors import RewardError, RewardInputError, RewardServiceError, require
 
 MAX_PIXELS = 1 << 24  # per frame: 4096 x 4096
 MAX_TOTAL_PIXELS = 1 << 27  # per video: 128 frames of 1024 x 1024
@@ -31,11 +31,10 @@ MAX_TOTAL_PIXELS = 1 << 27  # per video: 128 frames of 1024 x 1024
 class RewardSample:
     """One generated picture or video, and what was asked for.
 
-    image        uint8 [C,H,W] or [T,C,H,W], C = 3 (RGB)
-    prompt       the text it was generated from
-    metadata     targets of the reward, e.g. {"count": 3, "color": "red", "shape": "circle"} or {"text": "OPEN"}
-    uid, index   prompt id and position in its group: only for messages, never for scoring
-    data_source  which data set the prompt is from
+    image       uint8 [C,H,W] or [T,C,H,W], C = 3 (RGB)
+    prompt      the text it was generated from
+    metadata    targets of the reward, e.g. {"count": 3, "color": "red", "shape": "circle"} or {"text": "OPEN"}
+    uid, index  prompt id and position in its group: only for messages, never for scoring
     """
 
     image: np.ndarray
@@ -43,7 +42,6 @@ class RewardSample:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     uid: str = ""
     index: int = 0
-    data_source: str = ""
 
     @property
     def label(self) -> str:
@@ -197,26 +195,15 @@ def as_result(value: Any, name: str, sample: RewardSample) -> RewardResult:
     if result.error is not None:
         error = str(result.error) or f"RewardError: reward {name!r} failed for {sample.label} and gave no cause"
         return replace(result, error=error)
-    whose = f"reward {name!r}, {sample.label}"
+    wrong = "it returned {}; return a finite number, or RewardResult(number, components)"
     try:
         score = as_number(result.score)
+        wrong = "components must be {{name: finite number}}, and there is {}"
+        if not isinstance(result.components, Mapping):
+            raise ValueError(_shown(result.components))
+        return RewardResult(score, {str(key): as_number(part, key) for key, part in result.components.items()})
     except ValueError as error:
-        return RewardResult.failed(
-            RewardError(f"{whose}: it returned {error}; return a finite number, or RewardResult(number, components)")
-        )
-    if not isinstance(result.components, Mapping):
-        return RewardResult.failed(
-            RewardError(
-                f"{whose}: components must be {{name: finite number}}, and there is {_shown(result.components)}"
-            )
-        )
-    try:
-        components = {str(key): as_number(part, key) for key, part in dict(result.components).items()}
-    except ValueError as error:
-        return RewardResult.failed(
-            RewardError(f"{whose}: components must be {{name: finite number}}, and there is {error}")
-        )
-    return RewardResult(score, components)
+        return RewardResult.failed(RewardError(f"reward {name!r}, {sample.label}: {wrong.format(error)}"))
 
 
 def as_number(value: Any, key: Any = None) -> float:
@@ -241,10 +228,10 @@ def _shown(value: Any) -> str:
         value.close()
         return "a coroutine (write `def`, not `async def`)"
     kind, shape = type(value).__name__, getattr(value, "shape", None)
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return "a whole number of many digits"
     if isinstance(value, int | float):
-        return (
-            f"{str(value)[:40] if isinstance(value, float) or abs(value) < 10**30 else 'a whole number of many digits'}"
-        )
+        return str(value)[:40]
     return f"a {kind} of shape {tuple(shape)}" if shape else "None" if value is None else f"a {kind} ({value!r:.60})"
 
 
@@ -252,40 +239,47 @@ def check_image(sample: RewardSample, *, allow_video: bool) -> None:
     """Raise `RewardInputError` unless the picture is uint8 RGB [3,H,W], or [T,3,H,W] where video is allowed."""
     image = sample.image
     if not isinstance(image, np.ndarray):
-        raise RewardInputError(
-            f"{sample.label}: image is a {type(image).__name__}, not a numpy array. Give uint8 [3,H,W] or [T,3,H,W]."
-        )
-    if image.dtype != np.uint8:
+        fault = f"image is a {type(image).__name__}, not a numpy array. Give uint8 [3,H,W] or [T,3,H,W]."
+    elif image.dtype != np.uint8:
         nan = ", with NaN or infinite values" if image.dtype.kind == "f" and not np.isfinite(image).all() else ""
-        raise RewardInputError(
-            f"{sample.label}: image has dtype {str(image.dtype)!r}{nan}. "
-            "Rewards read uint8; convert floats in [0, 1] with (x.clip(0, 1) * 255).round().astype('uint8')."
+        fault = (
+            f"image has dtype {str(image.dtype)!r}{nan}. Rewards read uint8; convert floats in [0, 1] with "
+            "(x.clip(0, 1) * 255).round().astype('uint8')."
         )
-    shape = tuple(image.shape)
-    if image.ndim not in (3, 4):
-        raise RewardInputError(f"{sample.label}: image has shape {shape!r}. Give [3,H,W], or [T,3,H,W] for a video.")
-    if image.ndim == 4 and shape[0] == 0:
-        raise RewardInputError(f"{sample.label}: the video has zero frames (shape {shape!r}).")
-    if image.ndim == 4 and not allow_video:
-        raise RewardInputError(
-            f"{sample.label}: a video of shape {shape!r} was given to a reward for pictures. "
-            "Say how frames are combined, e.g. load(name, video='mean')."
+    else:
+        fault = _wrong_shape(image.shape, allow_video)
+    require(not fault, f"{sample.label}: {fault}", RewardInputError)
+
+
+def _wrong_shape(shape: tuple[int, ...], allow_video: bool) -> str:
+    """What is wrong with a picture's shape, and what to change; "" when nothing is."""
+    if len(shape) not in (3, 4):
+        return f"image has shape {shape!r}. Give [3,H,W], or [T,3,H,W] for a video."
+    frames, (channels, height, width) = 1 if len(shape) == 3 else shape[0], shape[-3:]
+    if frames == 0:
+        return f"the video has zero frames (shape {shape!r})."
+    if len(shape) == 4 and not allow_video:
+        return (
+            f"a video of shape {shape!r} was given to a reward for pictures. Say how frames are combined, e.g. "
+            "load(name, video='mean')."
         )
-    channels, height, width = shape[-3:]
     if channels != 3:
-        raise RewardInputError(
-            f"{sample.label}: image has shape {shape!r}, so {channels} channels. "
-            "Rewards read RGB with channels first, [3,H,W]."
-        )
+        return f"image has shape {shape!r}, so {channels} channels. Rewards read RGB with channels first, [3,H,W]."
     if height == 0 or width == 0:
-        raise RewardInputError(f"{sample.label}: the picture is empty (shape {shape!r}).")
+        return f"the picture is empty (shape {shape!r})."
     if height * width > MAX_PIXELS:
-        raise RewardInputError(
-            f"{sample.label}: {height} x {width} pixels are more than the limit of {MAX_PIXELS} a frame. "
-            "Scale it down first."
+        return f"{height} x {width} pixels are more than the limit of {MAX_PIXELS} a frame. Scale it down first."
+    if frames * height * width > MAX_TOTAL_PIXELS:
+        return (
+            f"{frames * height * width} pixels in {frames} frames are more than the limit of {MAX_TOTAL_PIXELS} a video. "
+            "Score fewer frames."
         )
-    if image.size // 3 > MAX_TOTAL_PIXELS:
-        raise RewardInputError(
-            f"{sample.label}: {image.size // 3} pixels in {shape[0]} frames are more than the limit of "
-            f"{MAX_TOTAL_PIXELS} a video. Score fewer frames."
-        )
+    return ""
+
+
+def check_weights(**weights: float) -> None:
+    """Raise `RewardConfigError` for a negative weight, or when all are zero."""
+    shown = ", ".join(f"{name}={weight!r}" for name, weight in weights.items())
+    require(
+        min(weights.values()) >= 0 < max(weights.values()), f"{shown}: give no negative weight, and not zero to all."
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from image_rewards.base import RewardResult, RewardSample
-from image_rewards.errors import RewardConfigError, RewardServiceError, RewardTimeoutError
+from image_rewards.errors import RewardServiceError, RewardTimeoutError, require
 from image_rewards.manager import ImageRewardManager
 
 
@@ -41,8 +42,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not 0 < value < float("inf"):
-                raise RewardConfigError(f"{name}={value!r} must be a positive number")
+            require(0 < value < float("inf"), f"{name}={value!r} must be a positive number")
 
 
 class Batcher:
@@ -114,16 +114,8 @@ class Batcher:
 
     async def _collect(self) -> list[tuple[RewardSample, asyncio.Future[RewardResult]]]:
         batch = [await self._queue.get()]
-        end = time.monotonic() + self._limits.batch_wait_s
-        while len(batch) < self._batch_size:
-            if self._queue.empty():
-                left = end - time.monotonic()
-                if left <= 0:
-                    break
-                try:
-                    batch.append(await asyncio.wait_for(self._queue.get(), left))
-                except TimeoutError:
-                    break
-            else:
-                batch.append(self._queue.get_nowait())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.batch_wait_s):
+                while len(batch) < self._batch_size:
+                    batch.append(await self._queue.get())
         return batch

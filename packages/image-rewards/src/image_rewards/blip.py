@@ -8,14 +8,14 @@ scaled to mean 0 and deviation 1 over the authors' pictures.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from image_rewards.base import RewardResult, RewardSample
 from image_rewards.checkpoints import split_image_reward
 from image_rewards.clip import mlp_head
-from image_rewards.errors import RewardTargetError
-from image_rewards.model import ModelReward, fill, load_state, processor_of
+from image_rewards.model import ModelReward, fill, load_state, need_prompt, processor_of
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # published with the weights
 TEXT_TOKENS = 35
@@ -34,6 +34,7 @@ RELEASED: dict[str, Any] = {
 }
 
 
+@dataclass(eq=False, kw_only=True)
 class ImageRewardReward(ModelReward):
     """score = ImageReward, about -2 to 2.
 
@@ -44,22 +45,12 @@ class ImageRewardReward(ModelReward):
 
     name = "image_reward"
 
-    def __init__(
-        self,
-        checkpoint: str,
-        tokenizer: str = "bert-base-uncased",
-        config: str | None = None,
-        device: str = "cpu",
-        dtype: str = "float32",
-        batch_size: int = 1,
-        revision: str | None = None,
-    ) -> None:
-        super().__init__(device, dtype, batch_size, revision)
-        self.checkpoint, self.tokenizer, self.config = checkpoint, tokenizer, config
+    checkpoint: str
+    tokenizer: str = "bert-base-uncased"
+    config: str | None = None
 
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
-        if not prompt.strip():
-            raise RewardTargetError("image_reward: there is no prompt to judge the picture by.")
+        need_prompt(self.name, prompt)
 
     def load(self) -> None:
         from transformers import AutoTokenizer, BlipConfig, BlipVisionModel
@@ -107,8 +98,6 @@ class ImageRewardReward(ModelReward):
 
 def _square(sample: RewardSample) -> RewardSample:
     """The middle square of the picture: the released transform scales the shorter side and crops the middle."""
-    from dataclasses import replace
-
     height, width = sample.image.shape[1:]
     side = min(height, width)
     top, left = (height - side) // 2, (width - side) // 2

@@ -11,15 +11,18 @@ Prompts longer than the text tower's context are cut, and the component `truncat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from image_rewards.base import RewardResult, RewardSample
 from image_rewards.checkpoints import clip_from_open_clip
-from image_rewards.errors import RewardConfigError, RewardTargetError
-from image_rewards.model import ModelReward, fill, from_pretrained, load_state, processor_of
+from image_rewards.errors import require
+from image_rewards.model import ModelReward, fill, from_pretrained, load_state, need_prompt, processor_of
 
 
+@dataclass(eq=False, kw_only=True)
 class ClipScoreReward(ModelReward):
     """score = cosine of the embeddings, in [-1, 1].
 
@@ -32,30 +35,21 @@ class ClipScoreReward(ModelReward):
     model_class: ClassVar[str] = "CLIPModel"
     needs_prompt: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        path: str,
-        processor: str | None = None,
-        device: str = "cpu",
-        dtype: str = "float32",
-        batch_size: int = 1,
-        revision: str | None = None,
-    ) -> None:
-        super().__init__(device, dtype, batch_size, revision)
-        self.path, self.processor_path = path, processor or path
+    path: str
+    processor: str | None = None
 
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
-        if self.needs_prompt and not prompt.strip():
-            raise RewardTargetError(f"{self.name}: there is no prompt to compare the picture with.")
+        if self.needs_prompt:
+            need_prompt(self.name, prompt)
 
     def load(self) -> None:
         import transformers
 
         self._model = self.place(self.load_model(getattr(transformers, self.model_class)))
-        revision = self.revision if self.processor_path == self.path else None
-        self._images = processor_of(transformers.AutoImageProcessor, self.processor_path, revision)
+        path, revision = (self.processor, None) if self.processor else (self.path, self.revision)
+        self._images = processor_of(transformers.AutoImageProcessor, path, revision)
         if self.needs_prompt:
-            self._tokens = processor_of(transformers.AutoTokenizer, self.processor_path, revision)
+            self._tokens = processor_of(transformers.AutoTokenizer, path, revision)
             self._context = int(self._model.config.text_config.max_position_embeddings)
 
     def load_model(self, cls: Any) -> Any:
@@ -93,12 +87,11 @@ class PickScoreReward(ClipScoreReward):
     name = "pickscore"
 
     def result(self, cosine: float, truncated: float) -> RewardResult:
-        import math
-
         score = math.exp(self.constant("logit_scale")) * cosine
         return RewardResult(score, {"cosine": cosine, "truncated": truncated})
 
 
+@dataclass(eq=False, kw_only=True)
 class HpsReward(ClipScoreReward):
     """score = cosine under HPS v2 or v2.1, about 0.2 to 0.35 for real pictures.
 
@@ -109,18 +102,7 @@ class HpsReward(ClipScoreReward):
 
     name = "hps"
 
-    def __init__(
-        self,
-        path: str,
-        checkpoint: str | None = None,
-        processor: str | None = None,
-        device: str = "cpu",
-        dtype: str = "float32",
-        batch_size: int = 1,
-        revision: str | None = None,
-    ) -> None:
-        super().__init__(path, processor, device, dtype, batch_size, revision)
-        self.checkpoint = checkpoint
+    checkpoint: str | None = None
 
     def load_model(self, cls: Any) -> Any:
         if self.checkpoint is None:
@@ -141,13 +123,12 @@ class SiglipReward(ClipScoreReward):
     model_class = "SiglipModel"
 
     def result(self, cosine: float, truncated: float) -> RewardResult:
-        import math
-
         logit = math.exp(self.constant("logit_scale")) * cosine + self.constant("logit_bias")
         probability = 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
         return RewardResult(probability, {"cosine": cosine, "logit": logit, "truncated": truncated})
 
 
+@dataclass(eq=False, kw_only=True)
 class AestheticReward(ClipScoreReward):
     """score = LAION's aesthetic predictor, about 1 to 10.
 
@@ -158,29 +139,19 @@ class AestheticReward(ClipScoreReward):
     name = "aesthetic"
     needs_prompt = False
 
-    def __init__(
-        self,
-        path: str,
-        head: str,
-        processor: str | None = None,
-        device: str = "cpu",
-        dtype: str = "float32",
-        batch_size: int = 1,
-        revision: str | None = None,
-    ) -> None:
-        super().__init__(path, processor, device, dtype, batch_size, revision)
-        self.head = head
+    head: str
 
     def load(self) -> None:
         super().load()
         width = int(self._model.config.projection_dim)
         self._head = mlp_head(width)
         state = {k.removeprefix("layers."): v for k, v in load_state(self.head).items()}
-        if state.get("0.weight") is not None and state["0.weight"].shape[-1] != width:
-            raise RewardConfigError(
-                f"head={self.head!r} was made for embeddings of {state['0.weight'].shape[-1]}, the CLIP at {self.path!r} "
-                f"has {width}. Use the CLIP it was trained on (ViT-L/14)."
-            )
+        made_for = state["0.weight"].shape[-1] if "0.weight" in state else width
+        require(
+            made_for == width,
+            f"head={self.head!r} was made for embeddings of {made_for}, the CLIP at {self.path!r} has {width}. "
+            "Use the CLIP it was trained on (ViT-L/14).",
+        )
         fill(self._head, state, self.head)
         self._head.eval().requires_grad_(False).to(self.device)
 

@@ -61,6 +61,18 @@ class RewardWorkerError(RewardError):
     """A worker process died, or was stopped at its deadline, more often than the retries allow."""
 
 
+def require(holds: bool, message: str, kind: type[RewardError] = RewardConfigError) -> None:
+    """Raise `kind` with the message unless it holds."""
+    if not holds:
+        raise kind(message)
+
+
+def check_counts(**counts: int) -> None:
+    """Raise `RewardConfigError` for a count below 1."""
+    for name, count in counts.items():
+        require(count >= 1, f"{name}={count!r} must be at least 1.")
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """ " Did you mean 'this'?" for a slip of the pen, or ""."""
     near = difflib.get_close_matches(word, list(known), n=1)

@@ -7,12 +7,13 @@ YOLOS), and colours are told from the box. Numbers are comparable among runs of 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from image_rewards.base import RewardResult, RewardSample
-from image_rewards.errors import RewardConfigError, RewardTargetError
+from image_rewards.base import RewardResult, RewardSample, check_weights
+from image_rewards.errors import RewardTargetError, require
 from image_rewards.model import ModelReward, from_pretrained, processor_of
 from image_rewards.scene_rules import Found, judge, parse_questions
 
@@ -31,6 +32,7 @@ SYNONYMS = (
 )
 
 
+@dataclass(eq=False, kw_only=True)
 class GenevalReward(ModelReward):
     """score = strict_weight * strict + parts_weight * parts, from metadata include and exclude.
 
@@ -43,31 +45,21 @@ class GenevalReward(ModelReward):
 
     name = "geneval"
 
-    def __init__(
-        self,
-        detector: str,
-        clip: str | None = None,
-        strict_weight: float = 0.5,
-        parts_weight: float = 0.5,
-        threshold: float = 0.3,
-        counting_threshold: float = 0.9,
-        overlap: float = 0.7,
-        device: str = "cpu",
-        dtype: str = "float32",
-        batch_size: int = 4,
-        revision: str | None = None,
-    ) -> None:
-        super().__init__(device, dtype, batch_size, revision)
-        if strict_weight < 0 or parts_weight < 0 or strict_weight + parts_weight == 0:
-            raise RewardConfigError(
-                f"strict_weight={strict_weight!r}, parts_weight={parts_weight!r}: none negative, not both zero."
-            )
-        for name, value in (("threshold", threshold), ("counting_threshold", counting_threshold), ("overlap", overlap)):
-            if not 0 <= value <= 1:
-                raise RewardConfigError(f"{name}={value!r} must be between 0 and 1.")
-        self.detector, self.clip = detector, clip
-        self.strict_weight, self.parts_weight = strict_weight, parts_weight
-        self.threshold, self.counting_threshold, self.overlap = threshold, counting_threshold, overlap
+    detector: str
+    clip: str | None = None
+    strict_weight: float = 0.5
+    parts_weight: float = 0.5
+    threshold: float = 0.3
+    counting_threshold: float = 0.9
+    overlap: float = 0.7
+    batch_size: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_weights(strict_weight=self.strict_weight, parts_weight=self.parts_weight)
+        for name in ("threshold", "counting_threshold", "overlap"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"{name}={value!r} must be between 0 and 1.")
 
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         self.prepare()
@@ -75,10 +67,8 @@ class GenevalReward(ModelReward):
         asks_color = any(
             row.get("color") is not None for key in ("include", "exclude") for row in metadata.get(key) or ()
         )
-        if asks_color and self.clip is None:
-            raise RewardTargetError(
-                f"geneval: {dict(metadata)!r} asks for a colour, and no clip= is set to tell colours."
-            )
+        wrong = f"geneval: {dict(metadata)!r} asks for a colour, and no clip= is set to tell colours."
+        require(not asks_color or self.clip is not None, wrong, RewardTargetError)
 
     def target_of(self, prompt: str, metadata: Mapping[str, Any]) -> Any:
         return {key: metadata[key] for key in ("include", "exclude") if metadata.get(key)}
@@ -146,7 +136,7 @@ class GenevalReward(ModelReward):
         out = self._clip(
             pixel_values=pixels, **{k: v.to(self.device) for k, v in tokens.items() if k != "token_type_ids"}
         )
-        return Found(found.name, found.box, found.confidence, COLORS[int(out.logits_per_image[0].argmax())])
+        return replace(found, color=COLORS[int(out.logits_per_image[0].argmax())])
 
 
 def in_words_of(names: Container[str], metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,16 +14,17 @@ import asyncio
 import os
 import threading
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from image_rewards.base import Reward, RewardResult, RewardSample
-from image_rewards.errors import RewardConfigError, RewardError, RewardTimeoutError, RewardWorkerError
+from image_rewards.errors import RewardError, RewardTimeoutError, RewardWorkerError, check_counts, require
+from image_rewards.manager import ImageRewardManager
 from image_rewards.ray_pool import Pool, import_ray
-from image_rewards.registry import absolute
+from image_rewards.registry import absolute, use_folder
 
 Policy = Literal["required", "skip", "value"]
 
@@ -47,14 +48,14 @@ class _Slot:
 
 @dataclass
 class LoopStats:
-    """What happened so far. `scored` counts results, so scored == asked once all is done."""
+    """What happened so far. `scored` counts results: it equals `asked` once all is done."""
 
     asked: int = 0
     scored: int = 0
     failed: int = 0
     retried: int = 0
     workers_replaced: int = 0
-    errors: dict[str, int] = field(default_factory=dict)
+    errors: Counter[str] = field(default_factory=Counter)
 
 
 class RewardLoopManager:
@@ -70,7 +71,6 @@ class RewardLoopManager:
     concurrency       samples in flight per worker; more than 1 is for rewards that wait (servers, judges)
     batch_size        most samples handed over at once; None = the reward's own
     placement_group   put worker i into bundle i of this Ray placement group (colocated with whoever else is in it)
-    own_pool          reserve a placement group of its own, one bundle per worker
     """
 
     def __init__(
@@ -88,30 +88,21 @@ class RewardLoopManager:
         concurrency: int = 1,
         batch_size: int = 1,
         placement_group: Any = None,
-        own_pool: bool = False,
     ) -> None:
-        if policy not in ("required", "skip", "value"):
-            raise RewardConfigError(f"policy={policy!r} is unknown. Choose 'required', 'skip' or 'value'.")
-        for name, number, least in (
-            ("num_workers", num_workers, 1),
-            ("max_retries", max_retries, 0),
-            ("concurrency", concurrency, 1),
-            ("batch_size", batch_size, 1),
-        ):
-            if number < least:
-                raise RewardConfigError(f"{name}={number!r} must be at least {least}.")
+        known = get_args(Policy)
+        require(policy in known, f"policy={policy!r} is unknown. Choose one of {', '.join(map(repr, known))}.")
+        require(max_retries >= 0, f"max_retries={max_retries!r} must be at least 0.")
+        check_counts(num_workers=num_workers, concurrency=concurrency, batch_size=batch_size)
         self.policy, self.value, self.max_retries, self.timeout_s = policy, value, max_retries, timeout_s
         self.concurrency, self.batch_size = concurrency, batch_size
         self.stats = LoopStats()
         self._pool = Pool(
             RewardLoopWorker,
             (absolute(reward) if isinstance(reward, str) else reward, dict(options or {}), os.getcwd()),
-            num_workers=num_workers,
             num_cpus=num_cpus,
             num_gpus=num_gpus,
             concurrency=concurrency,
             placement_group=placement_group,
-            own_pool=own_pool,
         )
         self._slots = [_Slot(self._pool.start(i)) for i in range(num_workers)]
         self._queue: deque[_Job] = deque()
@@ -131,16 +122,6 @@ class RewardLoopManager:
         futures = [self._submit(sample) for sample in samples]
         results = [future.result() for future in futures]
         return [self._apply_policy(sample, result) for sample, result in zip(samples, results, strict=True)]
-
-    def compute_rm_score(self, data: Any) -> Any:
-        """Score a TensorDict batch. Reads `responses`, `prompt` and, where present, `metadata`, `uid`, `data_source`.
-
-        Returns a TensorDict with rm_scores fp32 [B,1] (NaN for skipped samples), and per sample `reward_components`
-        (dict) and `reward_error` (text, "" where there is none).
-        """
-        from image_rewards.manager import results_to_tensordict, samples_from_tensordict
-
-        return results_to_tensordict(self.score_batch(samples_from_tensordict(data)))
 
     def health(self, timeout_s: float = 30.0) -> list[int]:
         """Process ids of the workers. Raises when one does not answer; waits for workers that are starting."""
@@ -195,17 +176,14 @@ class RewardLoopManager:
             task.add_done_callback(self._tasks.discard)
 
     def _next_jobs(self) -> list[_Job]:
+        """A batch from the front of the queue; a job that must be alone is one."""
         jobs: list[_Job] = []
-        while self._queue and len(jobs) < self.batch_size:
-            if jobs and self._queue[0].alone:
-                break
+        while self._queue and len(jobs) < self.batch_size and not (jobs and (self._queue[0].alone or jobs[0].alone)):
             job = self._queue.popleft()
             if job.done.cancelled():  # its caller gave up
                 self.stats.asked -= 1
-                continue
-            jobs.append(job)
-            if job.alone:
-                break
+            else:
+                jobs.append(job)
         return jobs
 
     async def _attempt(self, slot: _Slot, replaced: int, jobs: list[_Job]) -> None:
@@ -260,8 +238,7 @@ class RewardLoopManager:
         self.stats.scored += 1
         if result.error is not None:
             self.stats.failed += 1
-            kind = result.error.split(":", 1)[0]
-            self.stats.errors[kind] = self.stats.errors.get(kind, 0) + 1
+            self.stats.errors[result.error.split(":", 1)[0]] += 1
         if not job.done.done():  # a cancelled caller has no use for it
             job.done.set_result(result)
 
@@ -291,9 +268,6 @@ class RewardLoopWorker:
     def __init__(
         self, reward: str | Reward | type[Reward] | Callable[..., Any], options: Mapping[str, Any], folder: str
     ) -> None:
-        from image_rewards.manager import ImageRewardManager
-        from image_rewards.registry import use_folder
-
         self._manager: ImageRewardManager | None = None
         self._broken = ""
         try:
@@ -311,8 +285,6 @@ class RewardLoopWorker:
 
     def pid(self) -> int:
         """This process's id."""
-        import os
-
         return os.getpid()
 
 

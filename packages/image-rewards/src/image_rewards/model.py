@@ -12,13 +12,14 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from image_rewards.base import Reward, RewardResult, RewardSample
-from image_rewards.errors import RewardConfigError, missing_extra
+from image_rewards.errors import RewardConfigError, RewardTargetError, check_counts, missing_extra, require
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+@dataclass(eq=False, kw_only=True)
 class ModelReward(Reward):
     """Base of the rewards that run a network.
 
@@ -35,20 +37,22 @@ class ModelReward(Reward):
     revision    of a hub id
     """
 
-    def __init__(self, device: str, dtype: str, batch_size: int, revision: str | None) -> None:
-        if dtype not in DTYPES:
-            raise RewardConfigError(f"dtype={dtype!r} is unknown. Choose one of {', '.join(DTYPES)}.")
-        if batch_size < 1:
-            raise RewardConfigError(f"batch_size={batch_size!r} must be at least 1.")
-        self.device, self.dtype, self.batch_size, self.revision = device, dtype, batch_size, revision
+    device: str = "cpu"
+    dtype: str = "float32"
+    batch_size: int = 1
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.dtype in DTYPES, f"dtype={self.dtype!r} is unknown. Choose one of {', '.join(DTYPES)}.")
+        check_counts(batch_size=self.batch_size)
         self._lock = threading.Lock()
         self._ready = False
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._ready:
-            raise RewardConfigError(
-                f"{self.name} has its weights loaded and would be copied with them. Hand over name and options instead."
-            )
+        require(
+            not self._ready,
+            f"{self.name} has its weights loaded and would be copied with them. Hand over name and options instead.",
+        )
         return {k: v for k, v in self.__dict__.items() if k != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -59,7 +63,12 @@ class ModelReward(Reward):
         """Load the weights now instead of with the first sample."""
         with self._lock:
             if not self._ready:
-                _import_torch(self.name)
+                try:
+                    import torch  # noqa: F401
+                    import transformers  # noqa: F401
+                except ImportError as error:
+                    name = error.name or "torch"
+                    raise missing_extra(name, "models", f"the reward {self.name!r}") from error
                 self.load()
                 self._ready = True
 
@@ -105,12 +114,9 @@ class ModelReward(Reward):
         return torch.cat([row["pixel_values"] for row in rows]).to(device=self.device, dtype=getattr(torch, self.dtype))
 
 
-def _import_torch(reward: str) -> None:
-    try:
-        import torch  # noqa: F401
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise missing_extra(error.name or "torch", "models", f"the reward {reward!r}") from error
+def need_prompt(name: str, prompt: str) -> None:
+    """Raise `RewardTargetError` for an empty prompt."""
+    require(prompt.strip() != "", f"{name}: there is no prompt to judge the picture by.", RewardTargetError)
 
 
 def from_pretrained(
@@ -130,11 +136,11 @@ def from_pretrained(
         ) from error
     missing = sorted(key for key in info["missing_keys"] if not key.endswith(tuple(allowed_missing) or ("\0",)))
     wrong = sorted(str(key) for key in info.get("mismatched_keys", ()))
-    if missing or wrong:
-        raise RewardConfigError(
-            f"{path!r} does not hold all weights of {cls.__name__}: {len(missing)} absent, {len(wrong)} of another shape, "
-            f"first {(missing + wrong)[0]!r}. A model with random weights would give numbers that mean nothing."
-        )
+    require(
+        not (missing or wrong),
+        f"{path!r} does not hold all weights of {cls.__name__}: {len(missing)} absent, {len(wrong)} of another shape, "
+        f"first {(missing + wrong)[:1]}. A model with random weights would give numbers that mean nothing.",
+    )
     return model
 
 
@@ -153,8 +159,7 @@ def load_state(file: str | Path) -> dict[str, torch.Tensor]:
     import torch
 
     path = Path(file)
-    if not path.is_file():
-        raise RewardConfigError(f"{str(path)!r} is no file. Give the path of a checkpoint (.safetensors, .pt, .pth).")
+    require(path.is_file(), f"{str(path)!r} is no file. Give the path of a checkpoint (.safetensors, .pt, .pth).")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file

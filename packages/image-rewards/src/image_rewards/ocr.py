@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from image_rewards.base import PerSampleReward, RewardResult, RewardSample
-from image_rewards.errors import RewardConfigError, RewardTargetError, missing_extra
+from image_rewards.base import PerSampleReward, RewardResult, RewardSample, check_weights
+from image_rewards.errors import RewardTargetError, missing_extra, require
 from image_rewards.quality import quality_components
 from image_rewards.text import match_texts, normalize, targets_of
 
@@ -37,6 +37,7 @@ class ReadLine:
     box: tuple[float, float, float, float]
 
 
+@dataclass(eq=False)
 class OcrReward(PerSampleReward):
     """score = exact_weight * exact + edit_weight * edit.
 
@@ -52,23 +53,17 @@ class OcrReward(PerSampleReward):
 
     name = "ocr"
 
-    def __init__(
-        self,
-        exact_weight: float = 0.5,
-        edit_weight: float = 0.5,
-        ignore_case: bool = True,
-        min_side: int = 96,
-        max_side: int = 736,
-    ) -> None:
-        if exact_weight < 0 or edit_weight < 0 or exact_weight + edit_weight == 0:
-            raise RewardConfigError(
-                f"exact_weight={exact_weight!r} and edit_weight={edit_weight!r}: give no negative weight, "
-                "and not zero to both."
-            )
-        if not 32 <= min_side <= max_side:
-            raise RewardConfigError(f"min_side={min_side!r}, max_side={max_side!r}: need 32 <= min_side <= max_side.")
-        self.exact_weight, self.edit_weight, self.ignore_case = exact_weight, edit_weight, ignore_case
-        self._engine = RapidOcrEngine(min_side, max_side)
+    exact_weight: float = 0.5
+    edit_weight: float = 0.5
+    ignore_case: bool = True
+    min_side: int = 96
+    max_side: int = 736
+
+    def __post_init__(self) -> None:
+        check_weights(exact_weight=self.exact_weight, edit_weight=self.edit_weight)
+        low, high = self.min_side, self.max_side
+        require(32 <= low <= high, f"min_side={low!r}, max_side={high!r}: need 32 <= min_side <= max_side.")
+        self._engine = RapidOcrEngine(low, high)
 
     def target_of(self, prompt: str, metadata: Mapping[str, Any]) -> list[str]:
         return targets_of(prompt, metadata, ignore_case=self.ignore_case)

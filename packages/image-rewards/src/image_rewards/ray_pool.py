@@ -1,4 +1,4 @@
-"""The few things that are asked of Ray: start an actor, kill it, reserve room for it."""
+"""The few things that are asked of Ray: start an actor, kill it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 from typing import Any
 
-from image_rewards.errors import RewardConfigError, RewardError, missing_extra
+from image_rewards.errors import missing_extra
 
 
 def import_ray() -> Any:
@@ -27,31 +27,16 @@ class Pool:
         cls: type,
         arguments: tuple[Any, ...],
         *,
-        num_workers: int,
         num_cpus: float,
         num_gpus: float,
         concurrency: int,
         placement_group: Any = None,
-        own_pool: bool = False,
     ) -> None:
-        if own_pool and placement_group is not None:
-            raise RewardConfigError("own_pool=True and a placement_group exclude each other: say one.")
         ray = import_ray()
         self._own_ray = not ray.is_initialized()
         if self._own_ray:
             ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
-        self._arguments, self._group, self._own_group = arguments, placement_group, own_pool
-        if own_pool:
-            bundle = {"CPU": num_cpus, **({"GPU": num_gpus} if num_gpus else {})}
-            self._group = ray.util.placement_group([bundle] * num_workers, strategy="PACK")
-            ready, _ = ray.wait([self._group.ready()], timeout=60)
-            if not ready:
-                ray.util.remove_placement_group(self._group)
-                raise RewardError(
-                    f"Ray has no room for {num_workers} reward workers with {num_cpus} CPUs and {num_gpus} GPUs each. "
-                    f"Free: {ray.available_resources()!r}. Ask for fewer, or share with placement_group=."
-                )
-        self._bundles = len(self._group.bundle_specs) if self._group is not None else 0
+        self._arguments, self._group = arguments, placement_group
         self._actor = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_concurrency=concurrency)(cls)
 
     def start(self, index: int) -> Any:
@@ -60,7 +45,8 @@ class Pool:
             return self._actor.remote(*self._arguments)
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index % self._bundles)
+        bundle = index % len(self._group.bundle_specs)
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         return self._actor.options(scheduling_strategy=strategy).remote(*self._arguments)
 
     def kill(self, actor: Any) -> None:
@@ -69,13 +55,11 @@ class Pool:
             import_ray().kill(actor, no_restart=True)
 
     def stop(self, actors: list[Any]) -> None:
-        """Kill all workers and give back what was reserved; ends Ray when this pool started it."""
+        """Kill all workers; ends Ray when this pool started it."""
         ray = import_ray()
         if not ray.is_initialized():
             return
         for actor in actors:
             self.kill(actor)
-        if self._own_group:
-            ray.util.remove_placement_group(self._group)
         if self._own_ray:
             ray.shutdown()

@@ -16,6 +16,7 @@ import ipaddress
 import logging
 import socket
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -23,7 +24,7 @@ from typing import Any
 
 from image_rewards.base import Reward, RewardResult
 from image_rewards.batching import Batcher, Limits, OverloadedError
-from image_rewards.errors import RewardConfigError, RewardError, RewardInputError, RewardTimeoutError, missing_extra
+from image_rewards.errors import RewardError, RewardInputError, RewardTimeoutError, missing_extra, require
 from image_rewards.manager import ImageRewardManager
 from image_rewards.wire import decode_samples, decompress, encode_results
 
@@ -45,14 +46,12 @@ def create_app(reward: Reward, *, token: str = "", limits: Limits | None = None)
         raise missing_extra("fastapi", "server", "the scorer service") from error
 
     limits = limits or Limits()
-    batcher: Batcher | None = None
+    batcher = Batcher(ImageRewardManager(reward), reward.batch_size, limits)
     inflight = 0
-    statuses: dict[int, int] = {}
+    statuses: Counter[int] = Counter()
 
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
-        nonlocal batcher
-        batcher = Batcher(ImageRewardManager(reward), reward.batch_size, limits)
         batcher.start()
         yield
         await batcher.stop()
@@ -65,9 +64,24 @@ def create_app(reward: Reward, *, token: str = "", limits: Limits | None = None)
         if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise _RefusedError(401, "this scorer needs its bearer token.")
 
-    async def read_body(request: Request) -> bytes:
-        """The body, never more than the limit; the caller gives its bytes back to `inflight`."""
+    async def read_body(request: Request, size: int) -> bytes:
+        """The body, which must be as long as was announced."""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(limits.timeout_s):  # or a silent client would hold its share for ever
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > size:
+                        raise _RefusedError(400, f"the body is longer than its Content-Length of {size}.")
+        except TimeoutError as error:
+            raise _RefusedError(408, f"{len(body)} of {size} bytes came in {limits.timeout_s} s.") from error
+        if len(body) != size:
+            raise _RefusedError(400, f"the body ends after {len(body)} of {size} bytes.")
+        return bytes(body)
+
+    async def handle(request: Request) -> Response:
         nonlocal inflight
+        authorize(request)
         announced = request.headers.get("content-length", "")
         if not announced.isdigit():
             raise _RefusedError(411, "say the body's size in Content-Length.")
@@ -79,38 +93,14 @@ def create_app(reward: Reward, *, token: str = "", limits: Limits | None = None)
         if inflight + size > limits.inflight_bytes:
             raise OverloadedError(f"{inflight} bytes are in flight; {size} more would pass {limits.inflight_bytes}.")
         inflight += size
-        body = bytearray()
         try:
-            async with asyncio.timeout(limits.timeout_s):  # or a silent client would hold its share for ever
-                async for chunk in request.stream():
-                    body += chunk
-                    if len(body) > size:
-                        raise _RefusedError(400, f"the body is longer than its Content-Length of {size}.")
-        except TimeoutError as error:
-            inflight -= size
-            raise _RefusedError(408, f"{len(body)} of {size} bytes came in {limits.timeout_s} s.") from error
-        except BaseException:
-            inflight -= size
-            raise
-        if len(body) != size:
-            inflight -= size
-            raise _RefusedError(400, f"the body ends after {len(body)} of {size} bytes.")
-        return bytes(body)
-
-    async def handle(request: Request) -> Response:
-        nonlocal inflight
-        authorize(request)
-        assert batcher is not None
-        kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
-        body = await read_body(request)
-        size = len(body)
-        try:
+            body = await read_body(request, size)
             try:
                 body = decompress(body, request.headers.get("content-encoding", ""), limits.body_bytes)
             except ValueError as error:
                 raise _RefusedError(415 if "not read" in str(error) else 400, f"{error}.") from error
-            samples = decode_samples(body, kind, limits.request_samples)
-            results = await batcher.score(samples)
+            kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+            results = await batcher.score(decode_samples(body, kind, limits.request_samples))
         finally:
             inflight -= size
         return Response(encode_results([_told(result) for result in results]), media_type="application/json")
@@ -126,11 +116,10 @@ def create_app(reward: Reward, *, token: str = "", limits: Limits | None = None)
             response = JSONResponse({"error": str(error)}, 504)
         except RewardInputError as error:
             response = JSONResponse({"error": f"{type(error).__name__}: {error}"}, 422)
-        statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
+        statuses[response.status_code] += 1
         return response
 
     async def health(_: Request) -> Response:
-        assert batcher is not None
         stuck = batcher.stuck_s > limits.timeout_s
         state = {"status": "stuck" if stuck else "ok", "reward": reward.name, "pending": batcher.pending}
         return JSONResponse(state, 503 if stuck else 200)
@@ -140,7 +129,6 @@ def create_app(reward: Reward, *, token: str = "", limits: Limits | None = None)
             authorize(request)
         except _RefusedError as error:
             return JSONResponse({"error": str(error)}, error.status)
-        assert batcher is not None
         lines = [f'image_rewards_requests_total{{status="{k}"}} {v}' for k, v in sorted(statuses.items())]
         for name in ("scored", "failed", "rejected", "timed_out"):
             lines.append(f'image_rewards_samples_total{{outcome="{name}"}} {batcher.counts[name]}')
@@ -178,18 +166,17 @@ def serve(
     reward: Reward, *, host: str = "127.0.0.1", port: int = 8100, token: str = "", limits: Limits | None = None
 ) -> None:
     """Run the service until it is stopped. Raises `RewardConfigError` for a reachable host without a token."""
-    if not is_loopback(host) and not token:
-        raise RewardConfigError(
-            f"host={host!r} can be reached from other machines, and there is no token. Set the environment variable "
-            "IMAGE_REWARDS_TOKEN, or listen on 127.0.0.1."
-        )
+    require(
+        is_loopback(host) or token != "",
+        f"host={host!r} can be reached from other machines, and there is no token. Set the environment variable "
+        "IMAGE_REWARDS_TOKEN, or listen on 127.0.0.1.",
+    )
     try:
         import uvicorn
     except ImportError as error:
         raise missing_extra("uvicorn", "server", "the scorer service") from error
     app = create_app(reward, token=token, limits=limits)
-    if not 0 <= port <= 65535:
-        raise RewardConfigError(f"port={port!r} must be 0 (any that is free) to 65535.")
+    require(0 <= port <= 65535, f"port={port!r} must be 0 (any that is free) to 65535.")
     try:
         # Bound here: uvicorn would end the whole process over a port that is taken.
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

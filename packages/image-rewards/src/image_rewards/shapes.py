@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from image_rewards.base import PerSampleReward, RewardResult, RewardSample
-from image_rewards.errors import RewardConfigError, RewardTargetError
+from image_rewards.base import PerSampleReward, RewardResult, RewardSample, check_weights
+from image_rewards.errors import RewardTargetError
 from image_rewards.pixels import BACKGROUNDS, COLORS, SHAPES, Scene, read_scene
 from image_rewards.scene_rules import Found, judge, parse_questions
 
@@ -112,6 +112,7 @@ def is_clean(scene: Scene) -> bool:
     )
 
 
+@dataclass(eq=False)
 class ShapesReward(PerSampleReward):
     """score = strict_weight * strict + parts_weight * parts; components as in `score_scene`.
 
@@ -122,13 +123,11 @@ class ShapesReward(PerSampleReward):
 
     name = "shapes"
 
-    def __init__(self, strict_weight: float = 0.5, parts_weight: float = 0.5) -> None:
-        if strict_weight < 0 or parts_weight < 0 or strict_weight + parts_weight == 0:
-            raise RewardConfigError(
-                f"strict_weight={strict_weight!r} and parts_weight={parts_weight!r}: give no negative weight, "
-                "and not zero to both."
-            )
-        self.strict_weight, self.parts_weight = strict_weight, parts_weight
+    strict_weight: float = 0.5
+    parts_weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_weights(strict_weight=self.strict_weight, parts_weight=self.parts_weight)
 
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         if "include" in metadata:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from image_rewards.base import RewardResult, RewardSample
-from image_rewards.errors import RewardConfigError, RewardError, RewardTargetError
-from image_rewards.model import ModelReward, fill, from_pretrained, load_state, processor_of
+from image_rewards.errors import RewardError, RewardTargetError, check_counts, require
+from image_rewards.model import ModelReward, fill, from_pretrained, load_state, need_prompt, processor_of
 
 _UNIFIED_DEFAULT = (
     "Here are a caption and a picture that was generated from it. Judge how well the picture matches the caption and how "
@@ -28,28 +29,32 @@ _UNIFIED_DEFAULT = (
 _SCORE = re.compile(r"final\s+score\W{0,6}(\d+(?:\.\d+)?)", re.IGNORECASE)
 
 
+@dataclass(eq=False, kw_only=True)
 class VisionLanguageReward(ModelReward):
     """Base: one picture and one filled-in instruction per forward pass."""
 
     default_template: ClassVar[str] = ""
 
-    def __init__(self, path: str, template: str | None, device: str, dtype: str, revision: str | None) -> None:
-        super().__init__(device, dtype, 1, revision)
-        self.path = path
-        if template is None and not self.default_template:
-            raise RewardConfigError(
-                f"{self.name} was trained with one exact instruction: give template=FILE with the text of its release, "
-                "in which {prompt} stands for the prompt."
-            )
-        if template is not None and not Path(template).is_file():
-            raise RewardConfigError(f"template={template!r} is no file.")
-        self.template = self.default_template if template is None else Path(template).read_text(encoding="utf-8")
-        if "{prompt}" not in self.template:
-            raise RewardConfigError(f"the template of {self.name} does not contain {{prompt}}: {self.template[:80]!r}.")
+    path: str
+    template: str | None = None
+    dtype: str = "bfloat16"
+    batch_size: int = field(default=1, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.template is not None or self.default_template != "",
+            f"{self.name} was trained with one exact instruction: give template=FILE with the text of its release, "
+            "in which {prompt} stands for the prompt.",
+        )
+        require(self.template is None or Path(self.template).is_file(), f"template={self.template!r} is no file.")
+        self._text = Path(self.template).read_text(encoding="utf-8") if self.template else self.default_template
+        require(
+            "{prompt}" in self._text, f"the template of {self.name} does not contain {{prompt}}: {self._text[:80]!r}."
+        )
 
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
-        if not prompt.strip():
-            raise RewardTargetError(f"{self.name}: there is no prompt to judge the picture by.")
+        need_prompt(self.name, prompt)
 
     def inputs(self, sample: RewardSample, suffix: str = "") -> Any:
         """The processor's tensors for one sample, on the device; `suffix` follows the instruction."""
@@ -58,7 +63,7 @@ class VisionLanguageReward(ModelReward):
         special = [token for token in self._processor.tokenizer.get_added_vocab() if token in sample.prompt]
         if special:
             raise RewardTargetError(f"{self.name}: the prompt contains the model's control token {special[0]!r}.")
-        text = self.template.replace("{prompt}", sample.prompt) + suffix
+        text = self._text.replace("{prompt}", sample.prompt) + suffix
         message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}
         chat = self._processor.apply_chat_template([message], add_generation_prompt=not suffix, tokenize=False)
         picture = Image.fromarray(sample.image.transpose(1, 2, 0).copy())
@@ -88,6 +93,7 @@ class VisionLanguageReward(ModelReward):
         """Score one sample."""
 
 
+@dataclass(eq=False, kw_only=True)
 class UnifiedReward(VisionLanguageReward):
     """score = the number after "Final Score:", from 1 to 5. An answer without it is a failure.
 
@@ -98,19 +104,11 @@ class UnifiedReward(VisionLanguageReward):
     name = "unified_reward"
     default_template = _UNIFIED_DEFAULT
 
-    def __init__(
-        self,
-        path: str,
-        template: str | None = None,
-        max_new_tokens: int = 512,
-        device: str = "cpu",
-        dtype: str = "bfloat16",
-        revision: str | None = None,
-    ) -> None:
-        super().__init__(path, template, device, dtype, revision)
-        if max_new_tokens < 1:
-            raise RewardConfigError(f"max_new_tokens={max_new_tokens!r} must be at least 1.")
-        self.max_new_tokens = max_new_tokens
+    max_new_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(max_new_tokens=self.max_new_tokens)
 
     def load_model(self) -> Any:
         from transformers import AutoModelForImageTextToText
@@ -128,14 +126,14 @@ class UnifiedReward(VisionLanguageReward):
 def parse_final_score(answer: str) -> float:
     """The last "Final Score: N" of an answer. Raises `RewardError` where there is none, or N is not from 1 to 5."""
     found = _SCORE.findall(answer)
-    if not found:
-        raise RewardError(f"unified_reward: the answer has no 'Final Score: N': {answer[-200:]!r}.")
+    require(bool(found), f"unified_reward: the answer has no 'Final Score: N': {answer[-200:]!r}.", RewardError)
     score = float(found[-1])
-    if not 1 <= score <= 5:
-        raise RewardError(f"unified_reward: the final score {score!r} is not from 1 to 5: {answer[-200:]!r}.")
+    wrong = f"unified_reward: the final score {score!r} is not from 1 to 5: {answer[-200:]!r}."
+    require(1 <= score <= 5, wrong, RewardError)
     return score
 
 
+@dataclass(eq=False, kw_only=True)
 class HpsV3Reward(VisionLanguageReward):
     """score = mu, the mean of the predicted preference; component sigma is the predicted spread.
 
@@ -147,18 +145,8 @@ class HpsV3Reward(VisionLanguageReward):
 
     name = "hps_v3"
 
-    def __init__(
-        self,
-        path: str,
-        checkpoint: str,
-        template: str | None = None,
-        token: str = "<|Reward|>",
-        device: str = "cpu",
-        dtype: str = "bfloat16",
-        revision: str | None = None,
-    ) -> None:
-        super().__init__(path, template, device, dtype, revision)
-        self.checkpoint, self.token = checkpoint, token
+    checkpoint: str
+    token: str = "<|Reward|>"
 
     def load_model(self) -> Any:
         from torch.nn import Dropout, Linear, ReLU, Sequential
@@ -175,11 +163,11 @@ class HpsV3Reward(VisionLanguageReward):
         words = body.get("language_model.embed_tokens.weight")
         if words is not None:
             model.resize_token_embeddings(len(words), mean_resizing=False)
-            if self._token_id >= len(words):
-                raise RewardConfigError(
-                    f"checkpoint={self.checkpoint!r} has {len(words)} token embeddings, and token={self.token!r} is number "
-                    f"{self._token_id}: it was trained with another token or tokenizer."
-                )
+            require(
+                self._token_id < len(words),
+                f"checkpoint={self.checkpoint!r} has {len(words)} token embeddings, and token={self.token!r} is number "
+                f"{self._token_id}: it was trained with another token or tokenizer.",
+            )
         fill(model, body, self.checkpoint, ignore=("inv_freq",))
         width = int(config.text_config.hidden_size)
         self._head = Sequential(

@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from image_rewards.base import Reward, RewardResult, RewardSample
-from image_rewards.errors import RewardConfigError, RewardError, RewardServiceError, RewardTargetError
-from image_rewards.post import Endpoint, post
+from image_rewards.base import RewardResult, RewardSample
+from image_rewards.errors import RewardError, RewardServiceError, RewardTargetError, check_counts, require
+from image_rewards.service import ServiceReward
 from image_rewards.text import match_texts, targets_of
 from image_rewards.wire import encode_png
 
@@ -47,7 +47,8 @@ class _Task:
     judge: Callable[[RewardSample, Any], RewardResult]
 
 
-class VlmReward(Reward):
+@dataclass(eq=False, kw_only=True)
+class VlmReward(ServiceReward):
     """Asks `url`/chat/completions once per sample.
 
     url           base of the API, e.g. http://127.0.0.1:8000/v1
@@ -56,47 +57,39 @@ class VlmReward(Reward):
     question      for "grade": what to ask instead of prompt alignment; "{prompt}" in it stands for the prompt
     concurrency   questions at a time
     max_tokens    of an answer
-    The rest are fields of `post.Endpoint`.
+    The rest are fields of `ServiceReward`.
     """
 
     name = "vlm"
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        task: str = "grade",
-        question: str = "",
-        token_env: str = "",
-        concurrency: int = 16,
-        max_tokens: int = 512,
-        timeout_s: float = 60.0,
-        deadline_s: float = 300.0,
-        max_retries: int = 4,
-        backoff_s: float = 0.5,
-    ) -> None:
-        if task not in TASKS:
-            raise RewardConfigError(f"task={task!r} is unknown. Choose one of {', '.join(TASKS)}.")
-        if question and task != "grade":
-            raise RewardConfigError(f"question={question!r} goes with task='grade', not with task={task!r}.")
-        if concurrency < 1 or max_tokens < 1:
-            raise RewardConfigError(f"concurrency={concurrency!r} and max_tokens={max_tokens!r} must be at least 1.")
-        address = f"{url.rstrip('/')}/chat/completions"
-        self._endpoint = Endpoint(address, token_env, timeout_s, deadline_s, max_retries, backoff_s)
-        self.model, self.task, self.question, self.max_tokens = model, task, question or _ALIGNMENT, max_tokens
-        self.concurrency = self.batch_size = concurrency
+    model: str
+    task: str = "grade"
+    question: str = ""
+    concurrency: int = 16
+    max_tokens: int = 512
+    backoff_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        require(self.task in TASKS, f"task={self.task!r} is unknown. Choose one of {', '.join(TASKS)}.")
+        require(
+            not self.question or self.task == "grade",
+            f"question={self.question!r} goes with task='grade', not with task={self.task!r}.",
+        )
+        check_counts(concurrency=self.concurrency, max_tokens=self.max_tokens)
+        self.url = self.url.rstrip("/") + "/chat/completions"
+        super().__post_init__()
+        self.batch_size = self.concurrency
 
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         if self.task == "ocr":
             targets_of(prompt, metadata)
         elif self.task == "questions":
-            questions = metadata.get("questions")
-            if not isinstance(questions, list) or not questions or not all(isinstance(q, str) and q for q in questions):
-                raise RewardTargetError(
-                    f"vlm: metadata questions={questions!r} must be a list of texts, and not empty."
-                )
-        elif not prompt:
-            raise RewardTargetError("vlm: there is no prompt to grade the picture against.")
+            asked = metadata.get("questions")
+            fits = isinstance(asked, list) and bool(asked) and all(isinstance(q, str) and q for q in asked)
+            wrong = f"vlm: metadata questions={asked!r} must be a list of texts, and not empty."
+            require(fits, wrong, RewardTargetError)
+        else:
+            require(prompt != "", "vlm: there is no prompt to grade the picture against.", RewardTargetError)
 
     def target_of(self, prompt: str, metadata: Mapping[str, Any]) -> Any:
         if self.task == "ocr":
@@ -110,9 +103,8 @@ class VlmReward(Reward):
     def _ask(self, sample: RewardSample) -> RewardResult:
         task = TASKS[self.task]
         picture = base64.b64encode(encode_png(sample.image)).decode()
-        question = (
-            task.question(sample).replace("{question}", self.question).replace("{prompt}", json.dumps(sample.prompt))
-        )
+        question = task.question(sample).replace("{question}", self.question or _ALIGNMENT)
+        question = question.replace("{prompt}", json.dumps(sample.prompt))
         request = {
             "model": self.model,
             "temperature": 0.0,
@@ -146,7 +138,7 @@ class VlmReward(Reward):
                 ) from error
 
         try:
-            return post(self._endpoint, json.dumps(request).encode(), "application/json", read)
+            return self.post(json.dumps(request).encode(), "application/json", read)
         except RewardError as error:
             return RewardResult.failed(error)
 

@@ -1,7 +1,6 @@
 """Samples and results as bytes: JSON with PNG pictures, or safetensors. Never pickle.
 
-JSON body          {"samples": [{"image": PNG as base64, or "frames": [PNG, ...], "prompt", "metadata", "uid", "index",
-                   "data_source"}]}
+JSON body          {"samples": [{"image": PNG as base64, or "frames": [PNG, ...], "prompt", "metadata", "uid", "index"}]}
 safetensors body   uint8 tensors "0", "1", ... of shape [3,H,W] or [T,3,H,W]; __metadata__ {"samples": the JSON list above
                    without pictures}
 Answer             {"results": [{"score": number or null, "components", "error", "retryable"}]}
@@ -17,23 +16,23 @@ import binascii
 import io
 import json
 import math
-import struct
 import zlib
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
+import safetensors
+import safetensors.numpy
 from PIL import Image
 
 from image_rewards.base import MAX_PIXELS, MAX_TOTAL_PIXELS, RewardResult, RewardSample, as_number
-from image_rewards.errors import RewardInputError, RewardServiceError
+from image_rewards.errors import RewardInputError, RewardServiceError, require
 
 JSON_TYPE = "application/json"
 TENSOR_TYPE = "application/x-safetensors"
-_MAX_HEADER = 16 << 20
 _PNG_END = b"IEND\xaeB`\x82"
 _MAX_FRAMES = 4096
-_FIELDS = {"prompt": str, "metadata": dict, "uid": str, "index": int, "data_source": str}
+_FIELDS = {"prompt": str, "metadata": dict, "uid": str, "index": int}
 
 
 def encode_png(image: np.ndarray, *, level: int = 1) -> bytes:
@@ -71,33 +70,25 @@ def decode_picture(data: bytes, where: str, formats: Sequence[str] = ("PNG",)) -
         ) from error
 
 
-def _fields(sample: RewardSample) -> dict[str, Any]:
-    return {
-        "prompt": sample.prompt,
-        "metadata": dict(sample.metadata),
-        "uid": sample.uid,
-        "index": sample.index,
-        "data_source": sample.data_source,
-    }
-
-
 def encode_samples(samples: Sequence[RewardSample], content_type: str = JSON_TYPE) -> bytes:
     """A request body. Raises `RewardInputError` where metadata is not JSON."""
-    try:
-        if content_type == TENSOR_TYPE:
-            return _encode_tensors(
-                [s.image for s in samples], json.dumps([_fields(s) for s in samples], allow_nan=False)
-            )
-        rows = []
-        for sample in samples:
-            frames = sample.image if sample.image.ndim == 4 else sample.image[None]
+    rows = [{name: getattr(sample, name) for name in _FIELDS} for sample in samples]
+    if content_type == JSON_TYPE:
+        for row, sample in zip(rows, samples, strict=True):
+            video = sample.image.ndim == 4
+            frames = sample.image if video else sample.image[None]
             packed = [base64.b64encode(encode_png(frame)).decode() for frame in frames]
-            rows.append({**_fields(sample), **({"frames": packed} if sample.image.ndim == 4 else {"image": packed[0]})})
-        return json.dumps({"samples": rows}, allow_nan=False).encode()
+            row.update({"frames": packed} if video else {"image": packed[0]})
+    try:
+        text = json.dumps(rows, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise RewardInputError(
             f"metadata cannot be sent as JSON: {error}. Use numbers, texts, lists and dicts."
         ) from error
+    if content_type == JSON_TYPE:
+        return f'{{"samples": {text}}}'.encode()
+    tensors = {str(i): np.ascontiguousarray(sample.image) for i, sample in enumerate(samples)}
+    return safetensors.numpy.save(tensors, {"samples": text})
 
 
 def decode_samples(body: bytes, content_type: str, max_samples: int) -> list[RewardSample]:
@@ -113,9 +104,7 @@ def decode_samples(body: bytes, content_type: str, max_samples: int) -> list[Rew
         raise RewardInputError("the body holds no list 'samples', or an empty one.")
     if len(rows) > max_samples:
         raise RewardInputError(f"{len(rows)} samples are more than the limit of {max_samples} a request. Send fewer.")
-    if images is not None and len(images) != len(rows):
-        raise RewardInputError(f"{len(images)} tensors came with {len(rows)} samples.")
-    return [_sample(row, i, images[i] if images is not None else None) for i, row in enumerate(rows)]
+    return [_sample(row, i, images) for i, row in enumerate(rows)]
 
 
 def _json(data: bytes | str, where: str) -> Any:
@@ -131,7 +120,7 @@ def _refuse(message: str) -> None:
     raise RewardInputError(message)
 
 
-def _sample(row: Any, number: int, image: np.ndarray | None) -> RewardSample:
+def _sample(row: Any, number: int, images: dict[str, np.ndarray] | None) -> RewardSample:
     where = f"samples[{number}]"
     if not isinstance(row, dict):
         raise RewardInputError(f"{where} is a {type(row).__name__}, not an object.")
@@ -143,21 +132,29 @@ def _sample(row: Any, number: int, image: np.ndarray | None) -> RewardSample:
     for name, kind in _FIELDS.items():
         if name in row and (not isinstance(row[name], kind) or isinstance(row[name], bool)):
             raise RewardInputError(f"{where}.{name}={row[name]!r:.80} must be of type {kind.__name__}.")
-    if image is None:
-        if ("image" in row) == ("frames" in row):
-            raise RewardInputError(f"{where} needs either 'image' or 'frames'.")
-        packed = row["frames"] if "frames" in row else [row["image"]]
-        if not isinstance(packed, list) or not packed or len(packed) > _MAX_FRAMES:
-            raise RewardInputError(f"{where}.frames must be a list of 1 to {_MAX_FRAMES} pictures.")
-        frames: list[np.ndarray] = []
-        for i, text in enumerate(packed):
-            frames.append(decode_picture(_base64(text, where), f"{where} frame {i}" if "frames" in row else where))
-            if frames[-1].shape != frames[0].shape:
-                raise RewardInputError(f"{where} frame {i} has shape {frames[-1].shape}, the first {frames[0].shape}.")
-            if sum(frame.size for frame in frames) // 3 > MAX_TOTAL_PIXELS:
-                raise RewardInputError(f"{where}: more than {MAX_TOTAL_PIXELS} pixels in its frames.")
-        image = np.stack(frames) if "frames" in row else frames[0]
+    if images is None:
+        image = _pictures(row, where)
+    else:
+        require(str(number) in images, f"{where} has no tensor {str(number)!r}.", RewardInputError)
+        image = images[str(number)]
     return RewardSample(image, **{name: row[name] for name in _FIELDS if name in row})
+
+
+def _pictures(row: dict[str, Any], where: str) -> np.ndarray:
+    """[3,H,W] of "image", or [T,3,H,W] of "frames"."""
+    if ("image" in row) == ("frames" in row):
+        raise RewardInputError(f"{where} needs either 'image' or 'frames'.")
+    packed = row["frames"] if "frames" in row else [row["image"]]
+    if not isinstance(packed, list) or not packed or len(packed) > _MAX_FRAMES:
+        raise RewardInputError(f"{where}.frames must be a list of 1 to {_MAX_FRAMES} pictures.")
+    frames: list[np.ndarray] = []
+    for i, text in enumerate(packed):
+        frames.append(decode_picture(_base64(text, where), f"{where} frame {i}" if "frames" in row else where))
+        if frames[-1].shape != frames[0].shape:
+            raise RewardInputError(f"{where} frame {i} has shape {frames[-1].shape}, the first {frames[0].shape}.")
+        if sum(frame.size for frame in frames) // 3 > MAX_TOTAL_PIXELS:
+            raise RewardInputError(f"{where}: more than {MAX_TOTAL_PIXELS} pixels in its frames.")
+    return np.stack(frames) if "frames" in row else frames[0]
 
 
 def _base64(text: Any, where: str) -> bytes:
@@ -169,52 +166,22 @@ def _base64(text: Any, where: str) -> bytes:
         raise RewardInputError(f"{where}: the picture is not base64 text: {error}") from error
 
 
-def _encode_tensors(images: Sequence[np.ndarray], samples: str) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"samples": samples}}
-    offset = 0
-    for i, image in enumerate(images):
-        header[str(i)] = {"dtype": "U8", "shape": list(image.shape), "data_offsets": [offset, offset + image.size]}
-        offset += image.size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + b"".join(np.ascontiguousarray(image).tobytes() for image in images)
-
-
-def _decode_tensors(body: bytes) -> tuple[list[np.ndarray], Any]:
-    if len(body) < 8:
-        raise RewardInputError(f"a safetensors body has at least 8 bytes, not {len(body)}.")
-    (length,) = struct.unpack("<Q", body[:8])
-    if length > min(_MAX_HEADER, len(body) - 8):
+def _decode_tensors(body: bytes) -> tuple[dict[str, np.ndarray], Any]:
+    """Tensors by name, and the list of samples."""
+    try:
+        entries = safetensors.deserialize(body)
+        header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+        text = header["__metadata__"]["samples"]
+    except (safetensors.SafetensorError, KeyError, TypeError) as error:
         raise RewardInputError(
-            f"the safetensors header of {length} bytes does not fit: the body is cut off or damaged."
-        )
-    header = _json(body[8 : 8 + length], "the safetensors header")
-    if not isinstance(header, dict):
-        raise RewardInputError("the safetensors header is no object.")
-    notes = header.pop("__metadata__", None)
-    if not isinstance(notes, dict) or not isinstance(notes.get("samples"), str):
-        raise RewardInputError("the safetensors header lacks __metadata__ 'samples'.")
-    data = memoryview(body)[8 + length :]
-    images, expected = [], 0
-    for i in range(len(header)):
-        entry = header.get(str(i))
-        if not isinstance(entry, dict) or entry.get("dtype") != "U8":
-            raise RewardInputError(f"tensor {str(i)!r} is absent or not uint8 ('U8').")
-        shape, offsets = entry.get("shape"), entry.get("data_offsets")
-        if not (_whole(shape) and _whole(offsets) and len(offsets) == 2) or len(shape) not in (3, 4):
-            raise RewardInputError(f"tensor {str(i)!r} has shape {shape!r:.60} and offsets {offsets!r:.60}.")
-        begin, end = offsets
-        if begin != expected or end - begin != math.prod(shape) or end > len(data):
-            raise RewardInputError(f"tensor {str(i)!r}: offsets {offsets!r} do not fit shape {shape!r} or the body.")
-        images.append(np.frombuffer(data[begin:end], np.uint8).reshape(shape))
-        expected = end
-    if expected != len(data):
-        raise RewardInputError(f"{len(data) - expected} bytes follow the last tensor.")
-    return images, _json(notes["samples"], "__metadata__ 'samples'")
-
-
-def _whole(values: Any) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values)
+            f"the body is no safetensors file with __metadata__ 'samples': it is cut off or damaged ({error!r})"
+        ) from error
+    images = {}
+    for name, entry in entries:
+        if entry["dtype"] != "U8":
+            raise RewardInputError(f"tensor {name!r} is not uint8 ('U8').")
+        images[name] = np.frombuffer(entry["data"], np.uint8).reshape(entry["shape"])
+    return images, _json(text, "__metadata__ 'samples'")
 
 
 def encode_results(results: Sequence[RewardResult]) -> bytes:
