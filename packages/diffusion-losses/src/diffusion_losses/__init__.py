@@ -32,26 +32,19 @@ if TYPE_CHECKING:
     )
     from .types import AdvantageOutput, CorrectionOutput, ElementLoss, LossOutput, PairOutput
 
-_HOMES = {
-    "advantages": ("group_advantages",),
-    "correction": ("rollout_correction",),
-    "decay": ("old_policy_decay",),
-    "forward_process": ("matching_log_prob", "nft_terms", "optimality_probability"),
-    "kl": ("mean_kl", "velocity_kl"),
-    "multi_reward": ("combined_advantages",),
-    "pairs": ("make_pairs",),
-    "preference": ("denoising_error", "preference_loss", "preference_margin"),
-    "registry": ("diffusion_loss",),
-    "surrogates": (
-        "clipped_surrogate",
-        "divergence_keep",
-        "guard_log_ratio",
-        "noise_scale_weights",
-        "trajectory_log_ratio",
-    ),
-    "types": ("AdvantageOutput", "CorrectionOutput", "ElementLoss", "LossOutput", "PairOutput"),
-}
-_LAZY = {name: module for module, names in _HOMES.items() for name in names}
+_HOMES = (
+    "advantages",
+    "correction",
+    "decay",
+    "forward_process",
+    "kl",
+    "multi_reward",
+    "pairs",
+    "preference",
+    "registry",
+    "surrogates",
+    "types",
+)
 
 __all__ = [
     "AdvantageOutput",
@@ -91,11 +84,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-    globals()[name] = value
-    return value
+    for home in _HOMES if name in __all__ else ():
+        module = importlib.import_module(f"{__name__}.{home}")
+        if hasattr(module, name):
+            globals()[name] = getattr(module, name)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -34,7 +34,8 @@ from .elements import (
 from .errors import unknown_name
 from .kl import velocity_kl
 from .preference import regression_target
-from .surrogates import clipped_surrogate, outside_clip, safe_exp, trajectory_log_ratio
+from .reduction import element_loss
+from .surrogates import clip_shares, clipped_surrogate, trajectory_log_ratio
 from .types import ElementLoss, Metrics
 
 _AWM_FLOOR = 1e-10
@@ -239,17 +240,14 @@ def awm_loss(config: DiffusionLossConfig, model_output: Source, data: Source) ->
     if config.awm_advantage == "unit":
         advantages = advantages / config.adv_clip_max
     policy = clipped_surrogate(log_ratio, advantages, config.clip_ratio)
-    low, high = outside_clip(log_ratio, config.clip_ratio)
     means = {
         "actor/pg_loss": policy,
         "actor/ppo_kl": -step_log_ratio,
         "actor/on_policy": (step_log_ratio == 0).float(),
-        "actor/pg_clipfrac": (low | high).float(),
-        "actor/pg_clipfrac_higher": high.float(),
-        "actor/pg_clipfrac_lower": low.float(),
+        **clip_shares(log_ratio, config.clip_ratio),
         "actor/awm_log_prob": log_probs,
     }
-    return _finish(config, batch, data, policy, means, log_ratio.detach())
+    return _finish(config, batch, data, policy, means, log_ratio)
 
 
 def _finish(
@@ -260,15 +258,10 @@ def _finish(
     means: Metrics,
     log_ratio: Tensor | None = None,
 ) -> ElementLoss:
-    objective, weights = policy, lookup(data, "rollout_weights")
+    weights = lookup(data, "rollout_weights")
     if weights is not None:
-        objective = objective * per_step("data['rollout_weights']", weights, batch.sigma.shape, batch.sigma).detach()
+        policy = policy * per_step("data['rollout_weights']", weights, batch.sigma.shape, batch.sigma).detach()
+    kl = None
     if config.ref_kl_coef > 0:
-        ref = batch.latents(data, "ref_velocity", config.loss_mode)
-        kl = velocity_kl(batch.velocity, ref, dims=batch.sigma.ndim)
-        means = {**means, "actor/kl_loss": kl}
-        objective = objective + config.ref_kl_coef * kl
-    detached = {name: value.detach() for name, value in means.items()}
-    if log_ratio is None:
-        return ElementLoss(objective, batch.mask, detached)
-    return ElementLoss(objective, batch.mask, detached, safe_exp(log_ratio), log_ratio.abs())
+        kl = velocity_kl(batch.velocity, batch.latents(data, "ref_velocity", config.loss_mode), dims=batch.sigma.ndim)
+    return element_loss(policy, batch.mask, means, kl=kl, kl_coef=config.ref_kl_coef, log_ratio=log_ratio)

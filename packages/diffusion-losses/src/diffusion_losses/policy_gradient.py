@@ -38,12 +38,13 @@ from .elements import (
 )
 from .errors import LossError
 from .kl import mean_kl, old_policy_kl, velocity_kl
+from .reduction import element_loss
 from .surrogates import (
+    clip_shares,
     clipped_surrogate,
     divergence_keep,
     guard_log_ratio,
     noise_scale_weights,
-    outside_clip,
     safe_exp,
     trajectory_log_ratio,
 )
@@ -154,7 +155,7 @@ def clipped_loss(config: DiffusionLossConfig, model_output: Source, data: Source
     """
     steps = Steps.read(config, model_output, data)
     policy = clipped_surrogate(steps.log_ratio, steps.advantages, config.clip_ratio)
-    return _finish(steps, policy, steps.log_ratio, clip=True)
+    return _finish(steps, policy, steps.log_ratio)
 
 
 def trajectory_loss(config: DiffusionLossConfig, model_output: Source, data: Source) -> ElementLoss:
@@ -167,7 +168,7 @@ def trajectory_loss(config: DiffusionLossConfig, model_output: Source, data: Sou
     pooled = trajectory_log_ratio(steps.log_ratio, steps.mask, steps.step_weights())
     shared = pooled.unsqueeze(1).expand(steps.log_ratio.shape)
     policy = clipped_surrogate(shared, steps.advantages, config.clip_ratio)
-    return _finish(steps, policy, shared, clip=True, weighted=True)
+    return _finish(steps, policy, shared, weighted=True)
 
 
 def guard_loss(config: DiffusionLossConfig, model_output: Source, data: Source) -> ElementLoss:
@@ -195,7 +196,7 @@ def guard_loss(config: DiffusionLossConfig, model_output: Source, data: Source) 
     )
     log_ratio = torch.where(steps.mask, log_ratio, torch.zeros_like(log_ratio))
     policy = clipped_surrogate(log_ratio, steps.advantages, config.clip_ratio, space=config.guard_clip)
-    return _finish(steps, policy, log_ratio, clip=True)
+    return _finish(steps, policy, log_ratio)
 
 
 def divergence_loss(config: DiffusionLossConfig, model_output: Source, data: Source) -> ElementLoss:
@@ -221,9 +222,9 @@ def divergence_loss(config: DiffusionLossConfig, model_output: Source, data: Sou
 def _finish(
     steps: Steps,
     policy: Tensor,
-    ratio_source: Tensor,
+    log_ratio: Tensor,
     *,
-    clip: bool,
+    clip: bool = True,
     weighted: bool = False,
     extra: Metrics | None = None,
     distance: Tensor | None = None,
@@ -232,23 +233,17 @@ def _finish(
     config = steps.config
     for weights in (None if weighted else steps.step_weights(), steps.rollout_weights()):
         policy = policy if weights is None else policy * weights
-    means: Metrics = {"actor/pg_loss": policy, "actor/ppo_kl": -steps.log_ratio}
-    means["actor/on_policy"] = (
-        steps.log_ratio == 0
-    ).float()  # 1: every ratio is exactly 1, as it is before the first update
-    if clip:
-        low, high = outside_clip(ratio_source, config.clip_ratio)
-        means["actor/pg_clipfrac"] = (low | high).float()
-        means["actor/pg_clipfrac_higher"], means["actor/pg_clipfrac_lower"] = high.float(), low.float()
-    objective = policy
-    if config.ref_kl_coef > 0:
-        kl = reference_kl(steps)
-        means["actor/kl_loss"] = kl
-        objective = objective + config.ref_kl_coef * kl
-    means.update(extra or {})
-    detached = {name: value.detach() for name, value in means.items()}
-    moved = ratio_source.abs() if distance is None else distance
-    return ElementLoss(objective, steps.mask, detached, safe_exp(ratio_source.detach()), moved.detach())
+    means: Metrics = {
+        "actor/pg_loss": policy,
+        "actor/ppo_kl": -steps.log_ratio,
+        "actor/on_policy": (steps.log_ratio == 0).float(),  # 1: every ratio is exactly 1, as before the first update
+        **(clip_shares(log_ratio, config.clip_ratio) if clip else {}),
+        **(extra or {}),
+    }
+    kl = reference_kl(steps) if config.ref_kl_coef > 0 else None
+    return element_loss(
+        policy, steps.mask, means, kl=kl, kl_coef=config.ref_kl_coef, log_ratio=log_ratio, distance=distance
+    )
 
 
 def reference_kl(steps: Steps) -> Tensor:

@@ -36,6 +36,7 @@ from .elements import (
 )
 from .errors import LossError, unknown_name
 from .kl import velocity_kl
+from .reduction import element_loss
 from .types import ElementLoss
 
 
@@ -88,10 +89,8 @@ def dpo_loss(config: DiffusionLossConfig, model_output: Source, data: Source) ->
     margin = preference_margin(error, ref_error)
     _check_groups(lookup(data, "groups"), shape[0])
     both = torch.logical_and(*split_pairs(mask))
-    objective = policy = preference_loss(
-        torch.where(both, margin, torch.zeros_like(margin)), config.dpo_beta, config.dpo_loss
-    )
-    gain_w, gain_l = split_pairs((ref_error - error).detach())
+    policy = preference_loss(torch.where(both, margin, torch.zeros_like(margin)), config.dpo_beta, config.dpo_loss)
+    gain_w, gain_l = split_pairs(ref_error - error)
     means = {
         "actor/dpo_loss": policy,
         "actor/dpo_margin": config.dpo_beta * margin,
@@ -99,12 +98,11 @@ def dpo_loss(config: DiffusionLossConfig, model_output: Source, data: Source) ->
         "actor/dpo_winner_gain": gain_w,
         "actor/dpo_loser_gain": gain_l,
     }
+    kl = None
     if config.ref_kl_coef > 0:
         kl_w, kl_l = split_pairs(velocity_kl(velocity, ref, dims=dims))
         kl = (kl_w + kl_l) / 2.0
-        means["actor/kl_loss"] = kl
-        objective = objective + config.ref_kl_coef * kl
-    return ElementLoss(objective, both, {name: value.detach() for name, value in means.items()})
+    return element_loss(policy, both, means, kl=kl, kl_coef=config.ref_kl_coef)
 
 
 def regression_target(data: Source, loss_mode: str, velocity: Tensor, shape: torch.Size) -> Tensor:

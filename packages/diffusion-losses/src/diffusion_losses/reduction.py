@@ -15,7 +15,30 @@ from torch import Tensor
 
 from .errors import LossError
 from .statistics import Statistic
+from .surrogates import safe_exp
 from .types import ElementLoss, LossOutput, Metrics
+
+
+def element_loss(
+    policy: Tensor,
+    mask: Tensor,
+    means: Metrics,
+    *,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    log_ratio: Tensor | None = None,
+    distance: Tensor | None = None,
+) -> ElementLoss:
+    """policy + kl_coef * kl per element, and what is reported of it; `distance` is |log_ratio| when it is not given."""
+    objective = policy
+    if kl is not None:
+        means = {**means, "actor/kl_loss": kl}
+        objective = policy + kl_coef * kl
+    detached = {name: value.detach() for name, value in means.items()}
+    if log_ratio is None:
+        return ElementLoss(objective, mask, detached)
+    moved = log_ratio.abs() if distance is None else distance
+    return ElementLoss(objective, mask, detached, safe_exp(log_ratio.detach()), moved.detach())
 
 
 def reduce_elements(elements: ElementLoss, *, global_count: int | None = None, dp_group: Any = None) -> LossOutput:

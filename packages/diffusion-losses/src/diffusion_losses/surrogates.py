@@ -14,6 +14,7 @@ from torch import Tensor
 from .config import CLIP_SPACES, MASK_BOUNDARIES, require_positive
 from .elements import element_mean, per_step, require_above_zero
 from .errors import LossError, unknown_name
+from .types import Metrics
 
 # exp(20) is already far outside any trust region; beyond it fp32 overflows and the backward pass turns 0 * inf into
 # NaN.
@@ -47,6 +48,13 @@ def outside_clip(log_ratio: Tensor, clip_ratio: float, space: str = "log_ratio")
     ratio = safe_exp(value)
     bounds = torch.tensor([1.0 - clip_ratio, 1.0 + clip_ratio], dtype=ratio.dtype, device=ratio.device)
     return ratio < bounds[0], ratio > bounds[1]
+
+
+def clip_shares(log_ratio: Tensor, clip_ratio: float) -> Metrics:
+    """1 where the ratio is outside of 1 +- clip_ratio, above it, and below it."""
+    low, high = outside_clip(log_ratio, clip_ratio)
+    shares = {"actor/pg_clipfrac": low | high, "actor/pg_clipfrac_higher": high, "actor/pg_clipfrac_lower": low}
+    return {name: share.float() for name, share in shares.items()}
 
 
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_ratio: float, *, space: str = "log_ratio") -> Tensor:

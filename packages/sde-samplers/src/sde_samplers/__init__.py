@@ -34,20 +34,19 @@ if TYPE_CHECKING:
     from .types import SdeStep, Trajectory, VelocityFn
     from .windows import Fixed, Progressive, Random, Window
 
-_HOMES = {
-    "coefficients": "StepCoefficients step_coefficients",
-    "flash": "thin_tail",
-    "logprob": "HALF_LOG_TWO_PI gaussian_log_prob",
-    "noise": "draw_noise initial_noise sample_generator",
-    "rescore": "replay",
-    "denoise": "rollout",
-    "schedule": "FLUX_SHIFT QWEN_IMAGE_SHIFT QWEN_IMAGE_SHIFT_TERMINAL SigmaSchedule flow_match from_diffusers mu_from_tokens",
-    "solvers": "PastOutput dpm_coefficients dpm_step effective_order read_out",
-    "steps": "sde_step",
-    "types": "SdeStep Trajectory VelocityFn",
-    "windows": "Fixed Progressive Random Window",
-}
-_LAZY = {name: module for module, names in _HOMES.items() for name in names.split()}
+_HOMES = (
+    "coefficients",
+    "denoise",
+    "flash",
+    "logprob",
+    "noise",
+    "rescore",
+    "schedule",
+    "solvers",
+    "steps",
+    "types",
+    "windows",
+)
 
 __all__ = [
     "FLUX_SHIFT",
@@ -95,11 +94,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-    globals()[name] = value
-    return value
+    for home in _HOMES if name in __all__ else ():
+        module = importlib.import_module(f"{__name__}.{home}")
+        if hasattr(module, name):
+            globals()[name] = getattr(module, name)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
