@@ -32,19 +32,7 @@ if TYPE_CHECKING:
     )
     from .types import AdvantageOutput, CorrectionOutput, ElementLoss, LossOutput, PairOutput
 
-_HOMES = (
-    "advantages",
-    "correction",
-    "decay",
-    "forward_process",
-    "kl",
-    "multi_reward",
-    "pairs",
-    "preference",
-    "registry",
-    "surrogates",
-    "types",
-)
+_HOMES = "advantages correction decay forward_process kl multi_reward pairs preference registry surrogates types"
 
 __all__ = [
     "AdvantageOutput",
@@ -84,7 +72,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for home in _HOMES if name in __all__ else ():
+    for home in _HOMES.split() if name in __all__ else ():
         module = importlib.import_module(f"{__name__}.{home}")
         if hasattr(module, name):
             globals()[name] = getattr(module, name)

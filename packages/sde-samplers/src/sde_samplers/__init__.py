@@ -34,19 +34,7 @@ if TYPE_CHECKING:
     from .types import SdeStep, Trajectory, VelocityFn
     from .windows import Fixed, Progressive, Random, Window
 
-_HOMES = (
-    "coefficients",
-    "denoise",
-    "flash",
-    "logprob",
-    "noise",
-    "rescore",
-    "schedule",
-    "solvers",
-    "steps",
-    "types",
-    "windows",
-)
+_HOMES = "coefficients denoise flash logprob noise rescore schedule solvers steps types windows"
 
 __all__ = [
     "FLUX_SHIFT",
@@ -94,7 +82,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for home in _HOMES if name in __all__ else ():
+    for home in _HOMES.split() if name in __all__ else ():
         module = importlib.import_module(f"{__name__}.{home}")
         if hasattr(module, name):
             globals()[name] = getattr(module, name)
