@@ -17,7 +17,6 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from annotated_types import Interval
-from diffusion_losses.config import DiffusionLossConfig
 from diffusion_losses.decay import old_policy_decay
 from fsdp_diffusers_engine.config import DiffusionModelConfig, FSDPDiffusionActorConfig
 from omni_rollout.allowed import Count, CountOrZero, Seconds, Seed, fault, kinds
@@ -27,34 +26,7 @@ from yaml import MappingNode, Node, ScalarNode
 from ray_trainer.assets import resolve
 from ray_trainer.doors import importable
 from ray_trainer.errors import TrainerError
-from ray_trainer.values import (
-    Reference,
-    convert,
-    dump,
-    expand,
-    free,
-    is_section,
-    parse_yaml,
-    read_yaml,
-    section,
-)
-
-__all__ = [
-    "AlgorithmConfig",
-    "DataConfig",
-    "DiffusionLossConfig",
-    "LoopConfig",
-    "OldPolicyConfig",
-    "RayConfig",
-    "RewardConfig",
-    "RunConfig",
-    "check_values",
-    "compose",
-    "known_keys",
-    "to_tree",
-    "to_yaml",
-]
-
+from ray_trainer.values import Reference, convert, dump, expand, free, is_section, parse_yaml, read_yaml, section
 
 Thousands = Annotated[int, Interval(ge=1, le=10_000)]
 Share = Annotated[float, Interval(ge=0, le=1)]
@@ -307,9 +279,8 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """One layer of config over another. Options belong to what they are of, and a validation file to its training file: another
     reward, loss, algorithm or training file does not get them."""
     for name, options in OPTIONS.items():
-        chosen = _at(above, name)
-        if chosen is not None and chosen != _at(below, name):
-            below = _without(below, options)
+        if _at(above, name) not in (None, _at(below, name)):
+            (_at(below, options.removesuffix(".options")) or {}).pop("options", None)
     if "train_file" in above.get("data", {}):
         below = _merge(below, {"data": {"val_file": ""}})
     return _merge(below, above)
@@ -320,16 +291,6 @@ def _at(tree: Any, key: str) -> Any:
     for part in key.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree
-
-
-def _without(tree: dict[str, Any], key: str) -> dict[str, Any]:
-    """The tree without a dotted key."""
-    first, _, rest = key.partition(".")
-    if not isinstance(tree, dict) or first not in tree:
-        return tree
-    if not rest:
-        return {name: value for name, value in tree.items() if name != first}
-    return tree | {first: _without(tree[first], rest)}
 
 
 def _merge(below: Any, above: Any) -> Any:
@@ -361,10 +322,7 @@ def _resolved(value: Any, tree: dict[str, Any], name: str, seen: tuple[str, ...]
     if value in seen or value not in known_keys():
         why = "leads back to itself" if value in seen else "names no config key"
         raise TrainerError(f"{name}=${{{value}}} {why}; write the value itself")
-    found: Any = tree
-    for part in value.split("."):
-        found = found[part]
-    found = _resolved(found, tree, name, (*seen, str(value)))
+    found = _resolved(_at(tree, value), tree, name, (*seen, str(value)))
     kind = known_keys().get(name, Any)
     if type(found) in (int, float, str) and {int, float, str} & {kind, *get_args(kind)}:  # of another type, perhaps
         return convert(kind, str(found), name, f"${{{value}}}")
@@ -383,14 +341,12 @@ def check_values(schema: type, tree: dict[str, Any], prefix: str = "") -> None:
             raise TrainerError(f"{prefix}{name}{wrong}")
 
 
-def _build(schema: type, tree: dict[str, Any]) -> Any:
+def _build(schema: Any, tree: dict[str, Any]) -> Any:
     """The dataclass of a whole tree."""
-    hints = get_type_hints(schema)
-    given = {}
-    for key, value in tree.items():
-        inner = is_section(hints[key])
-        given[key] = _build(inner, value) if inner is not None and isinstance(value, dict) else value
-    return schema(**given)
+    inner = {key: is_section(kind) for key, kind in get_type_hints(schema).items()}
+    return schema(
+        **{key: _build(inner[key], v) if inner[key] and isinstance(v, dict) else v for key, v in tree.items()}
+    )
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:

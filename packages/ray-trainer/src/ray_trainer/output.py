@@ -22,10 +22,6 @@ class _Forgiving:
             self._give_up()
         return len(text)
 
-    def writelines(self, lines: Any) -> None:
-        for line in lines:
-            self.write(line)
-
     def flush(self) -> None:
         try:
             self._stream.flush()

@@ -12,11 +12,11 @@ from typing import Any
 from run_report.changes import ConfigChange, within
 
 from ray_trainer import checkpoint
-from ray_trainer.config import RunConfig, known_keys, to_yaml
+from ray_trainer.config import RunConfig, known_keys, to_tree, to_yaml
 from ray_trainer.errors import TrainerError
 from ray_trainer.prompts import Prompt
 from ray_trainer.run_dir import RunDir, is_config
-from ray_trainer.values import free, parse_yaml, read_yaml
+from ray_trainer.values import free, read_yaml
 
 __all__ = ["ALWAYS", "NEVER", "begin", "check_resume", "differences"]
 
@@ -54,10 +54,6 @@ def _fingerprint(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _plain(node: Any) -> Any:
-    return free(node, "config.yaml", "the run folder")
-
-
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, dict):
         return {prefix: tree}
@@ -81,11 +77,6 @@ def _hashes(file: Path) -> dict[str, Any]:
     )
 
 
-def _step(folder: Path) -> int | None:
-    """Steps that a run in this folder would go on from; None when it has nothing to go on from."""
-    return checkpoint.latest(folder / "checkpoints") if (folder / "config.yaml").is_file() else None
-
-
 def _follows_length(flat: Mapping[str, Any]) -> bool:
     """Whether the learning rate ends with the run: then its length follows `trainer.total_steps`, and may change with it."""
     return bool(flat[_DECAY] % flat["trainer.total_steps"] == 0) or flat["actor.optim.lr_scheduler_type"] == "constant"
@@ -99,7 +90,8 @@ def differences(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]]) -> l
         prompts: by key of their file; files are compared by what they hold, wherever they lie.
     """
     folder = Path(config.trainer.run_dir)
-    step = _step(folder) if config.trainer.on_existing == "resume" else None
+    goes_on = config.trainer.on_existing == "resume" and (folder / "config.yaml").is_file()
+    step = checkpoint.latest(folder / "checkpoints") if goes_on else None
     if step is None:
         return []
     written = read_yaml(folder / "config.yaml", str(folder / "config.yaml"))
@@ -108,9 +100,8 @@ def differences(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]]) -> l
             f"{folder / 'config.yaml'} is not one that a run wrote, so what the run began with is unknown; put it back, or choose "
             "another trainer.run_dir"
         )
-    old = _flat(_plain(written))
-    new = _flat(_plain(parse_yaml(to_yaml(config), "the config")))
-    defaults = _flat(_plain(parse_yaml(to_yaml(RunConfig()), "the defaults")))
+    old = _flat(free(written, "config.yaml", "the run folder"))
+    new, defaults = _flat(to_tree(config)), _flat(to_tree(RunConfig()))
     # A key that the older version of the program lacked counts as its default; one that the newer lacks, as unchanged.
     before = {key: old.get(key, defaults.get(key)) for key in {*old, *new}}
     after = {key: new.get(key, None if within(key, _OPTIONS) else before[key]) for key in before}
