@@ -10,8 +10,9 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 from omni_rollout.config import DiffusionPipelineConfig
+from omni_rollout.specs import spec_of
 from omni_rollout.vllm_omni import cpu_platform
-from omni_rollout.vllm_omni.pipelines import entry_for, pipeline_for
+from omni_rollout.vllm_omni.launch import pipeline_class
 from omni_rollout.vllm_omni.rpc import checked
 from omni_rollout.vllm_omni.shared import read_bucket, write_bucket
 
@@ -130,14 +131,15 @@ def test_importing_the_package_starts_nothing_heavy():
 def test_stepwise_is_chosen_where_there_is_one(tiny, tmp_path):
     from omni_rollout.errors import RolloutConfigError
 
-    assert pipeline_for(tiny, stepwise=True).endswith("QwenImageStepwisePipeline")
-    assert pipeline_for(tiny).endswith("QwenImageRolloutPipeline")
+    module = "omni_rollout.vllm_omni.pipelines.qwen_image."
+    assert pipeline_class(spec_of(tiny), True) == module + "QwenImageStepwisePipeline"
+    assert pipeline_class(spec_of(tiny), False) == module + "QwenImageRolloutPipeline"
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     with pytest.raises(RolloutConfigError, match="cannot run step by step"):
-        pipeline_for(str(tmp_path), stepwise=True)
+        pipeline_class(spec_of(str(tmp_path)), True)
     (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
-    with pytest.raises(RolloutConfigError, match="no rollout pipeline; known are QwenImage"):
-        entry_for(str(tmp_path))
+    with pytest.raises(RolloutConfigError, match="No spec for the architecture 'StableDiffusionPipeline'"):
+        spec_of(str(tmp_path))
 
 
 def test_a_failed_rpc_is_an_error():

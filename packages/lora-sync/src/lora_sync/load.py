@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -189,14 +189,15 @@ def _map_for(layers: list[Layer], architecture: str | None, file: str) -> NameMa
             raise NameMapError(f"{file}: {flat[0]!r} has underscores for dots, which only a name map can read.")
         return None
     wanted = get_map(architecture) if architecture else None
-    unknown = _unknown(layers)
+    maps = MAPS if wanted is None or wanted in MAPS else (*MAPS, wanted)
+    unknown = _unknown(layers, maps)
     if all(unknown.values()):
         for names in _shorter([layer.name for layer in layers]):
             shorter = [replace(layer, name=name) for layer, name in zip(layers, names, strict=True)]
-            if not all(_unknown(shorter).values()):
-                layers[:], unknown = shorter, _unknown(shorter)
+            if not all(_unknown(shorter, maps).values()):
+                layers[:], unknown = shorter, _unknown(shorter, maps)
                 break
-    fitting = [entry for entry in MAPS if not unknown[entry.name]]
+    fitting = [entry for entry in maps if not unknown[entry.name]]
     if wanted is None and fitting:
         return fitting[0]
     if wanted in fitting:
@@ -213,10 +214,10 @@ def _map_for(layers: list[Layer], architecture: str | None, file: str) -> NameMa
     raise NameMapError(f"{file}: {odd}: {remedy}.")
 
 
-def _unknown(layers: list[Layer]) -> dict[str, list[str]]:
+def _unknown(layers: list[Layer], maps: Sequence[NameMap]) -> dict[str, list[str]]:
     """Of each map, the layers that its rules do not know."""
     return {
-        entry.name: [layer.raw for layer in layers if not entry.find(layer.name, flat=layer.flat)] for entry in MAPS
+        entry.name: [layer.raw for layer in layers if not entry.find(layer.name, flat=layer.flat)] for entry in maps
     }
 
 

@@ -8,6 +8,7 @@ every architecture that it can convert, against diffusers' own loaders.
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterable
 
 from .errors import NameMapError
@@ -219,7 +220,16 @@ MAPS = (QWEN_IMAGE, FLUX, SD3, Z_IMAGE, WAN)
 
 
 def get_map(name: str) -> NameMap:
-    """Map by short name (``"qwen_image"``), transformer class or pipeline class; raises ``NameMapError``."""
+    """Map by short name (``"qwen_image"``), transformer class, pipeline class, or ``"module:attribute"`` of one's own; raises
+    ``NameMapError``."""
+    if ":" in name:
+        try:
+            found = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise NameMapError(f"the name map {name!r} cannot be imported: {error}") from error
+        if isinstance(found, NameMap):
+            return found
+        raise NameMapError(f"{name!r} is a {type(found).__name__}; give a lora_sync.NameMap.")
     for entry in MAPS:
         if name in (entry.name, entry.transformer_class, *entry.aliases):
             return entry

@@ -193,6 +193,8 @@ class DiffusionRolloutConfig(Checked):
     GPUs hold that are free."""
     placement: Literal["pack", "spread"] = "pack"
     """How replicas spread over the nodes of a cluster: pack (fill one node first) or spread."""
+    architecture: str | None = None
+    """Name or "module:Class" of the model's spec, for replicas; None reads it from the model's folder."""
     device: str = "cpu"
     """Device of replicas with weights of their own in the diffusers backend; one that shares them lives where they are."""
     rollout_adapter: str = "default"

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from .backend import Health
 from .batching import plan_batches
 from .counting import counted_rows
-from .errors import AbortedError, MissingExtraError, RolloutConfigError
+from .errors import AbortedError, RolloutConfigError
 from .lifecycle import Lifecycle
 from .module_weights import AdapterContext, ModuleWeights
 from .noise import clean_latents, generators_of, start_noise
 from .samples import denoised, in_order
+from .specs import spec_of
 from .types import GenerationRequest
 
 if TYPE_CHECKING:
@@ -269,15 +270,11 @@ class DiffusersBackend:
             self._seconds[phase] += time.perf_counter() - start
 
 
-def load_parts(path: str, dtype: torch.dtype, device: torch.device | str) -> tuple[Any, nn.Module, Any, nn.Module, Any]:
-    """The first five arguments of `DiffusersBackend`, from a diffusers pipeline folder."""
-    try:
-        from model_specs import get_spec_for
-    except ImportError as error:
-        raise MissingExtraError(
-            "The diffusers backend needs model-specs: pip install './packages/omni-rollout[diffusers]'"
-        ) from error
-    spec = get_spec_for(path)
+def load_parts(
+    path: str, dtype: torch.dtype, device: torch.device | str, architecture: str | None = None
+) -> tuple[Any, nn.Module, Any, nn.Module, Any]:
+    """The first five arguments of `DiffusersBackend`, from a diffusers pipeline folder; `architecture` as for `spec_of`."""
+    spec = spec_of(path, architecture)
     transformer = spec.load_transformer(path, dtype, device).eval().requires_grad_(False)
     return (
         spec,

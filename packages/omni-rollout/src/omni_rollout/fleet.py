@@ -114,6 +114,7 @@ class Fleet:
         options = {
             "max_batch_size": self.config.max_batch_size,
             "device": self.config.device,
+            "architecture": self.config.architecture,
             "cuda_visible_devices": devices,
         }
         handle = actor.remote(path, self.config.dtype, **options)

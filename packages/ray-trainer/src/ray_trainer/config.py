@@ -180,13 +180,17 @@ class RunConfig:
         return tuple(dict.fromkeys(n for n in ("default", self.rollout.rollout_adapter) if n != "reference"))
 
 
+FILLED_IN = {"actor.model_config": "model", "rollout.architecture": "model.architecture"}
+"""Fields that repeat another one, so that a package can be used alone."""
+
+
 @cache
 def known_keys(schema: type = RunConfig, prefix: str = "") -> Mapping[str, Any]:
     """Every key of a config, sections included, with its type. What the program fills in itself is left out."""
     hints, keys = get_type_hints(schema), dict[str, Any]()
     for f in fields(schema):
         name = prefix + f.name
-        if name == "actor.model_config":
+        if name in FILLED_IN:
             continue
         keys[name] = hints[f.name]
         inner = is_section(hints[f.name])
@@ -220,10 +224,9 @@ def _read(name: str, node: Node | str, source: str) -> Any:
     Raises:
         TrainerError: there is no such key (the nearest one is named), or the value does not fit.
     """
-    if name == "actor.model_config" or name.startswith("actor.model_config."):
-        raise TrainerError(
-            f"config key 'actor.model_config' in {source} is filled in from 'model'; set model.* instead"
-        )
+    for filled, told in FILLED_IN.items():
+        if name == filled or name.startswith(f"{filled}."):
+            raise TrainerError(f"config key {filled!r} in {source} is filled in from {told!r}; set that one instead")
     keys = known_keys()
     kind = keys.get(name) if name else RunConfig
     if kind is None:
@@ -352,7 +355,9 @@ def _build(schema: Any, tree: dict[str, Any]) -> Any:
 def to_tree(config: RunConfig) -> dict[str, Any]:
     """The config as nested plain values, in schema order, without what is written twice."""
     tree = asdict(config)
-    del tree["actor"]["model_config"]  # the same as "model"
+    for name in FILLED_IN:
+        part, _, leaf = name.partition(".")
+        del tree[part][leaf]
     return tree
 
 
@@ -379,8 +384,9 @@ def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
     check_values(RunConfig, tree)
     try:
         config = _build(RunConfig, tree)
-        # One place for each fact: the engine's config holds the model too, and gets it from here.
+        # One place for each fact: the packages' configs get it from here.
         config.actor.model_config = _build(DiffusionModelConfig, tree["model"])
+        config.rollout.architecture = config.model.architecture
     except (ValueError, TypeError) as error:
         if isinstance(error, TrainerError):
             raise

@@ -28,11 +28,12 @@ class EngineWeights:
     """Args:
     rpc: calls a method of the worker extension.
     lifecycle: of the server.
+    names: lora_sync's map of the model's layers, as `ModelSpec.lora_names`.
     use_shm: the worker is another process, which reads buckets from shared memory.
     """
 
-    def __init__(self, rpc: Callable[..., Awaitable[Any]], lifecycle: Lifecycle, *, use_shm: bool) -> None:
-        self._rpc, self._lifecycle, self._use_shm = rpc, lifecycle, use_shm
+    def __init__(self, rpc: Callable[..., Awaitable[Any]], lifecycle: Lifecycle, names: str, *, use_shm: bool) -> None:
+        self._rpc, self._lifecycle, self._names, self._use_shm = rpc, lifecycle, names, use_shm
         self.adapters: dict[str, int] = {}
         """Name → the engine's number. Every version of an adapter has a number of its own."""
         self.seconds = 0.0
@@ -47,7 +48,7 @@ class EngineWeights:
 
         with self._lifecycle.syncing(payload.version, lora=True), self._timed():
             number = next(self._numbers)
-            facts = await self._rpc("bind_lora", make_request(payload, number, adapter), payload.version)
+            facts = await self._rpc("bind_lora", make_request(payload, number, adapter, self._names), payload.version)
             if facts["equal"] != payload.numel:
                 await self._rpc("drop_lora", number)
                 raise SyncError(

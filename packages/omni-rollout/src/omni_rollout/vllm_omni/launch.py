@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import gc
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import DiffusionRolloutConfig
-from ..errors import MissingExtraError
+from ..errors import MissingExtraError, RolloutConfigError
 from .cpu_platform import enabled
-from .pipelines import pipeline_for
+
+if TYPE_CHECKING:
+    from model_specs import ModelSpec
 
 _EXTENSION = "omni_rollout.vllm_omni.worker_extension.vLLMOmniColocateWorkerExtension"
 
 
-def start_engine(config: DiffusionRolloutConfig, path: str, cuda_visible_devices: str = "") -> Any:
+def pipeline_class(spec: ModelSpec, stepwise: bool) -> str:
+    """Qualified name of the pipeline that serves a model. Raises `RolloutConfigError` when there is none."""
+    name = spec.engine_stepwise_pipeline if stepwise else spec.engine_pipeline
+    if name:
+        return name.replace(":", ".")
+    if spec.engine_pipeline:
+        raise RolloutConfigError(f"{spec.name!r} cannot run step by step: set vllm_omni.step_execution=false.")
+    raise RolloutConfigError(
+        f"{spec.name!r} has no pipeline in vLLM-Omni: name one in {type(spec).__name__}.engine_pipeline, or set "
+        "rollout.backend=diffusers."
+    )
+
+
+def start_engine(config: DiffusionRolloutConfig, path: str, spec: ModelSpec, cuda_visible_devices: str = "") -> Any:
     """An `AsyncOmni` that serves this package's pipeline for the folder.
 
     Args:
+        config: of the rollout.
+        path: of the folder.
+        spec: of its model.
         cuda_visible_devices: the engine's GPUs; "" leaves the environment as it is.
 
     Raises:
@@ -48,7 +66,7 @@ def start_engine(config: DiffusionRolloutConfig, path: str, cuda_visible_devices
         "request_batch_max_wait_ms": settings.request_batch_max_wait_ms,
         "enable_sleep_mode": settings.enable_sleep_mode,
         "step_execution": settings.step_execution,
-        "custom_pipeline_args": {"pipeline_class": pipeline_for(path, settings.step_execution)},
+        "custom_pipeline_args": {"pipeline_class": pipeline_class(spec, settings.step_execution)},
         "worker_extension_cls": _EXTENSION,
         "max_cpu_loras": 4,
         **settings.engine_kwargs,

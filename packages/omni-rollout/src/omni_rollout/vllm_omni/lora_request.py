@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,18 +20,19 @@ class OmniTensorLoRARequest(LoRARequest):
     Args:
         lora_name, lora_int_id, lora_path: as in vLLM; the path must be absolute and is never opened.
         peft_config: r and lora_alpha.
-        lora_tensors: `<component>.<diffusers module>.lora_A.weight` and `…lora_B.weight`; the pipeline that gets them
-            knows what its own modules are called.
+        lora_tensors: `<component>.<diffusers module>.lora_A.weight` and `…lora_B.weight`.
         lora_scales: `<component>.<diffusers module>` → factor on B·A where it is not lora_alpha / r.
+        lora_names: which map of lora_sync says what the modules are called in the engine; "any": as they are.
     """
 
     peft_config: dict | None = None
     lora_tensors: dict | None = None
     lora_scales: dict | None = None
+    lora_names: str = "any"
 
 
-def make_request(payload: LoRAPayload, lora_int_id: int, name: str) -> OmniTensorLoRARequest:
-    """A request around the tensors of a payload, which are not copied."""
+def make_request(payload: LoRAPayload, lora_int_id: int, name: str, names: str) -> OmniTensorLoRARequest:
+    """A request around the tensors of a payload, which are not copied; `names` becomes its `lora_names`."""
     modules = payload.modules
     return OmniTensorLoRARequest(
         lora_name=name,
@@ -40,6 +41,7 @@ def make_request(payload: LoRAPayload, lora_int_id: int, name: str) -> OmniTenso
         peft_config={"r": max(map(payload.rank_of, modules)), "lora_alpha": payload.alpha},
         lora_tensors={engine_name(key): tensor for key, tensor in payload.tensors.items()},
         lora_scales={engine_name(module): payload.scale_of(module) for module in modules},
+        lora_names=names,
     )
 
 
@@ -58,30 +60,29 @@ def checked_config(config: dict) -> dict:
     return config
 
 
-class TensorLoRAMixin:
-    """Says what an adapter's modules are called in a pipeline of the engine."""
+def engine_tensors(
+    request: OmniTensorLoRARequest, modules: Container[str], device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """What the engine's layers should hold after binding: (key under the pipeline's module name, tensor).
 
-    lora_architecture: str
-    """Name of lora_sync's map for this transformer."""
+    Each module's alpha / r is folded into its B, in the dtype it was sent in, so that modules of different rank or
+    alpha need no special care. A module that exists under its diffusers name keeps it; the request's map says what the
+    others are called in the engine.
 
-    def engine_tensors(
-        self, request: OmniTensorLoRARequest, device: torch.device, dtype: torch.dtype
-    ) -> Iterator[tuple[str, Tensor]]:
-        """What the engine's layers should hold after binding: (key under this pipeline's module name, tensor).
-
-        Each module's alpha / r is folded into its B, in the dtype it was sent in, so that modules of different rank or
-        alpha need no special care. A module that exists under its diffusers name keeps it; lora_sync's map says what the
-        others are called here.
-        """
-        config, scales = request.peft_config or {}, request.lora_scales or {}
-        names, modules = get_map(self.lora_architecture), dict(self.named_modules())  # type: ignore[attr-defined]
-        for key, sent in (request.lora_tensors or {}).items():
-            module, _, part = key.rpartition(".lora_")
-            tensor = sent.to(device)
-            if part.startswith("B."):
-                scale = scales.get(module)
-                tensor = tensor * (config["lora_alpha"] / config["r"] if scale is None else scale)
-            if module not in modules:
-                component, _, inner = module.partition(".")
-                module = f"{component}.{names.to_vllm(inner)}"
-            yield f"{module}.lora_{part}", tensor.to(dtype)
+    Args:
+        request: an adapter.
+        modules: names of the pipeline's modules.
+        device, dtype: of the result.
+    """
+    config, scales = request.peft_config or {}, request.lora_scales or {}
+    names = None if request.lora_names == "any" else get_map(request.lora_names)
+    for key, sent in (request.lora_tensors or {}).items():
+        module, _, part = key.rpartition(".lora_")
+        tensor = sent.to(device)
+        if part.startswith("B."):
+            scale = scales.get(module)
+            tensor = tensor * (config["lora_alpha"] / config["r"] if scale is None else scale)
+        if names is not None and module not in modules:
+            component, _, inner = module.partition(".")
+            module = f"{component}.{names.to_vllm(inner)}"
+        yield f"{module}.lora_{part}", tensor.to(dtype)

@@ -7,11 +7,11 @@ lifecycle's rules. Importing this module imports neither vllm nor vllm_omni; `la
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,11 @@ from ..errors import LifecycleError, ReplicaDeadError, ReplicaError, RolloutConf
 from ..lifecycle import Lifecycle
 from ..openai_api import ImageServer
 from ..samples import stacked
+from ..specs import spec_of
 from ..types import GenerationRequest
 from .engine_weights import EngineWeights
 from .launch import start_engine
-from .pipelines import entry_for
 from .rpc import checked
-from .tokens import Prompts
 from .translate import engine_params, engine_prompt, sample_row
 
 if TYPE_CHECKING:
@@ -50,18 +49,16 @@ class vLLMOmniHttpServer:
         self, config: DiffusionRolloutConfig, path: str, *, standalone: bool = False, cuda_visible_devices: str = ""
     ) -> None:
         self.config, self.path, self.cuda_visible_devices = config, path, cuda_visible_devices
-        self.entry = entry_for(path)
-        index = json.loads((Path(path) / "model_index.json").read_text())
-        self._boundary: float | None = index.get("boundary_ratio")  # Wan's two experts
+        self.spec = spec_of(path, config.architecture)
         self.lifecycle = Lifecycle(needs_sync=standalone)
         self.engine: Any = None
         several = config.vllm_omni.gpus > 1
-        self._weights = EngineWeights(self._rpc, self.lifecycle, use_shm=several)
+        self._weights = EngineWeights(self._rpc, self.lifecycle, self.spec.lora_names, use_shm=several)
         self._ids: set[str] = set()
         self._generated = 0
         self._sizes: Counter[int] = Counter()  # samples by the size of the batch they were drawn in
         self._seconds = {"start": 0.0, "generate": 0.0}
-        self._prompts = Prompts(path, self.entry)
+        self._prompt_check: Callable[[str, int], None] | None = None
         self._busy_since = 0.0
         self._images: ImageServer | None = None
 
@@ -77,7 +74,7 @@ class vLLMOmniHttpServer:
         self.lifecycle.load()
         start = time.perf_counter()
         try:
-            self.engine = start_engine(self.config, self.path, self.cuda_visible_devices)
+            self.engine = start_engine(self.config, self.path, self.spec, self.cuda_visible_devices)
             await self._rpc("engine_facts")  # an engine that answers has its extension in place
         except Exception as error:
             self.lifecycle.fail(f"start failed: {error}")
@@ -118,8 +115,8 @@ class vLLMOmniHttpServer:
         settings = request.settings
         for text in (request.prompt, request.negative_prompt if settings.guided else None):
             if text is not None:
-                self._prompts.check(text, settings.max_sequence_length)
-        fields = engine_params(request, self.entry, self._weights.adapters, self._boundary)
+                self._check_prompt(text, settings.max_sequence_length)
+        fields = engine_params(request, self.spec, self._weights.adapters)
         final = None
         with self.lifecycle.generating():
             if self.lifecycle.in_flight == 1:
@@ -143,6 +140,18 @@ class vLLMOmniHttpServer:
         self._generated += 1
         self._sizes[int(row["batch_rows"])] += 1
         return row
+
+    def _check_prompt(self, text: str, limit: int) -> None:
+        """Raise `RolloutConfigError` for a prompt of more than `limit` tokens, alone and by name: the engine crops some in silence
+        and fails the whole batch for others."""
+        from model_specs import SpecError
+
+        if self._prompt_check is None:
+            self._prompt_check = lru_cache(maxsize=4096)(self.spec.prompt_check(self.path))
+        try:
+            self._prompt_check(text, limit)
+        except SpecError as error:
+            raise RolloutConfigError(str(error)) from error
 
     async def _typed(self, error: Exception) -> Exception:
         """The engine's error as one of ours; a dead engine ends this server."""

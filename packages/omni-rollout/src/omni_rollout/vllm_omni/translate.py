@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ..errors import AbortedError, ReplicaError, RolloutConfigError
 from ..types import GenerationRequest
-from .pipelines import PipelineEntry
 from .rollout_batch import REQUEST, tail_of
+
+if TYPE_CHECKING:
+    from model_specs import ModelSpec
 
 
 def engine_prompt(request: GenerationRequest) -> dict[str, str]:
@@ -23,15 +25,13 @@ def engine_prompt(request: GenerationRequest) -> dict[str, str]:
     return prompt
 
 
-def engine_params(
-    request: GenerationRequest, entry: PipelineEntry, adapters: Mapping[str, int], boundary: float | None
-) -> dict[str, Any]:
+def engine_params(request: GenerationRequest, spec: ModelSpec, adapters: Mapping[str, int]) -> dict[str, Any]:
     """Fields of `OmniDiffusionSamplingParams`.
 
     Args:
-        entry: says how this pipeline is to be asked.
+        request: one sample.
+        spec: of the model.
         adapters: name → the engine's number, of those that were sent.
-        boundary: where Wan's second expert takes over, None for the others.
 
     Raises:
         RolloutConfigError: an adapter that the engine does not have.
@@ -42,19 +42,18 @@ def engine_params(
     cfg = settings.true_cfg_scale
     if isinstance(cfg, tuple):
         raise RolloutConfigError(f"true_cfg_scale={cfg!r}: an engine takes one guidance scale for both experts.")
-    guidance = cfg + entry.guidance_offset if entry.cfg_is_guidance else settings.guidance_scale
+    guidance = spec.stock_guidance(settings)
     names = ("height", "width", "num_frames", "num_inference_steps", "max_sequence_length", "true_cfg_scale")
     params: dict[str, Any] = {name: getattr(settings, name) for name in names}
     params["extra_args"] = {REQUEST: request}
     if guidance is not None:
         params |= {"guidance_scale": guidance, "guidance_scale_provided": True}
-    if entry.linear_sigmas:
-        params["sigmas"] = torch.linspace(1.0, 1 / settings.num_inference_steps, settings.num_inference_steps).tolist()
     tail = tail_of(settings)
     if tail is not None:
         # Part of the engine's batching key, and read by none of these pipelines: rows that step over different tables
         # must not share a batch.
         params["decode_timestep"] = [float(value) for value in tail]
+    boundary = spec.pipeline_config.get("boundary_ratio")  # where Wan's second expert takes over
     if boundary is not None:
         params["boundary_ratio"] = boundary
     if request.adapter in adapters:

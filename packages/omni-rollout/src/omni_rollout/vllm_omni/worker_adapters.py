@@ -26,7 +26,7 @@ from vllm.model_executor.layers.linear import (
 )
 
 from .lora_product import Factors, LoRAMethod
-from .lora_request import OmniTensorLoRARequest
+from .lora_request import OmniTensorLoRARequest, engine_tensors
 
 
 class WorkerAdapters:
@@ -105,7 +105,7 @@ class WorkerAdapters:
         """layer → part → {"A": [R, in], "B": [out, R]}, on the device."""
         placed: dict[str, dict[int, dict[str, Tensor]]] = defaultdict(lambda: defaultdict(dict))
         layers, lost = dict(self.pipeline.named_modules()), set()
-        for key, tensor in self.pipeline.engine_tensors(request, self.device, self.dtype):
+        for key, tensor in engine_tensors(request, layers, self.device, self.dtype):
             name, _, side = key.rpartition(".lora_")
             prefix, _, last = name.rpartition(".")
             whole, part = self._fused.get(last, (last, 0))

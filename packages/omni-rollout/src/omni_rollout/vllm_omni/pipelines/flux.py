@@ -8,13 +8,11 @@ from torch import Tensor
 from vllm_omni.diffusion.models.flux.pipeline_flux import FluxPipeline
 
 from ..denoise import RolloutMixin, stack_padded
-from ..lora_request import TensorLoRAMixin
 
 
-class FluxRolloutPipeline(RolloutMixin, TensorLoRAMixin, FluxPipeline):
+class FluxRolloutPipeline(RolloutMixin, FluxPipeline):
     """Whole requests."""
 
-    lora_architecture = "flux"
     timestep_scale = 1.0
 
     def __init__(self, **kwargs: Any) -> None:

@@ -10,13 +10,10 @@ from torch import Tensor
 from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImagePipeline
 
 from ..denoise import RolloutMixin, stack_padded
-from ..lora_request import TensorLoRAMixin
 from ..stepwise import StepwiseMixin
 
 
-class _QwenImage(TensorLoRAMixin, QwenImagePipeline):
-    lora_architecture = "qwen_image"
-
+class _QwenImage(QwenImagePipeline):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         single_frame_convolutions(self.vae)  # a picture is one frame: a third of the decoder's work

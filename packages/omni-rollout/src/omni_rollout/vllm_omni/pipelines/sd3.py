@@ -8,13 +8,10 @@ from torch import Tensor
 from vllm_omni.diffusion.models.sd3.pipeline_sd3 import StableDiffusion3Pipeline
 
 from ..denoise import RolloutMixin, stack_padded
-from ..lora_request import TensorLoRAMixin
 
 
-class SD3RolloutPipeline(RolloutMixin, TensorLoRAMixin, StableDiffusion3Pipeline):
+class SD3RolloutPipeline(RolloutMixin, StableDiffusion3Pipeline):
     """Whole requests."""
-
-    lora_architecture = "sd3"
 
     def encode_prompt(
         self, prompt: Any, prompt_2: Any = "", prompt_3: Any = "", prompt_embeds: Any = None, **kwargs: Any

@@ -19,7 +19,6 @@ from torch import Tensor
 from vllm_omni.diffusion.models.wan2_2.pipeline_wan2_2 import Wan22Pipeline
 
 from ..denoise import RolloutMixin, stack_padded
-from ..lora_request import TensorLoRAMixin
 
 
 class _FolderScheduler:
@@ -54,10 +53,8 @@ class _FolderScheduler:
         return (sample + (self.sigmas[k + 1] - self.sigmas[k]).to(sample) * model_output,)
 
 
-class WanRolloutPipeline(RolloutMixin, TensorLoRAMixin, Wan22Pipeline):
+class WanRolloutPipeline(RolloutMixin, Wan22Pipeline):
     """Whole requests."""
-
-    lora_architecture = "wan"
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

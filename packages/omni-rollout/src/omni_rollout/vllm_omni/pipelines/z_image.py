@@ -21,7 +21,6 @@ from vllm_omni.diffusion.utils.tf_utils import get_transformer_config_kwargs
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch, split_diffusion_output_by_request
 
 from ..denoise import RolloutMixin
-from ..lora_request import TensorLoRAMixin
 
 
 class _ByLength(ZImageTransformer2DModel):
@@ -81,13 +80,12 @@ class _OneForAll(DiffusionRequestBatch):
         return self.requests[0].sampling_params
 
 
-class ZImageRolloutPipeline(RolloutMixin, TensorLoRAMixin, ZImagePipeline):
+class ZImageRolloutPipeline(RolloutMixin, ZImagePipeline):
     """Whole requests, several at a time."""
 
     scheduler: Any
 
     supports_request_batch = True
-    lora_architecture = "z_image"
 
     def __init__(self, **kwargs: Any) -> None:
         with _transformer_of(kwargs["od_config"].tf_model_config):
@@ -97,6 +95,9 @@ class ZImageRolloutPipeline(RolloutMixin, TensorLoRAMixin, ZImagePipeline):
 
     def run_batch(self, req: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """The engine's forward, over several requests."""
+        if self._batch is not None:  # the engine's own grid before shifting is not diffusers' any more
+            params = req.requests[0].sampling_params
+            params.sigmas = torch.linspace(1.0, 1 / params.num_inference_steps, params.num_inference_steps).tolist()
         output = super().run_batch(_OneForAll(req.requests), *args, **kwargs)
         return split_diffusion_output_by_request(output, req, num_outputs_per_prompt=1)
 
