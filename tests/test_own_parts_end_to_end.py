@@ -1,7 +1,12 @@
-"""A loss, an algorithm and an agent loop from files of one's own, outside the repository: the real program on real Ray."""
+"""Parts from files of one's own, outside the repository, in the real program on real Ray.
+
+One run has a loss, an algorithm and an agent loop; the other, with a real engine, a reward, a model's spec and its pipeline. Both
+have a sampler kind.
+"""
 
 import json
 import os
+import platform
 import sys
 
 import pytest
@@ -80,6 +85,54 @@ GENTLE = SamplerKind(gentle, most_noise=1.0)
 NOT_A_KIND = 3
 '''
 
+REWARD = """
+from image_rewards import PerSampleReward, RewardResult
+
+
+class Redness(PerSampleReward):
+    def __init__(self, gain: float = 1.0):
+        self.gain = gain
+
+    def score_one(self, sample):
+        return RewardResult(self.gain * float(sample.image[0].mean()) / 255, {"gain": self.gain})
+
+
+number = 3
+"""
+
+MODEL = '''
+from model_specs import QwenImageSpec
+
+
+class Slim(QwenImageSpec):
+    """Only queries are adapted, the velocity is the network's times 0.9, and the engine runs a pipeline of its own."""
+
+    name = "slim"
+    attention_targets = ("to_q",)
+    mlp_targets = ()
+    engine_pipeline = "own_pipeline_of_a_test:SlimPipeline"
+
+    def predict(self, transformer, x, sigma, prompts, settings):
+        return 0.9 * super().predict(transformer, x, sigma, prompts, settings)
+
+
+class Lost(Slim):
+    engine_pipeline = "no_pipeline_of_a_test:Pipeline"
+
+
+class Diffusers(Slim):
+    engine_pipeline = ""
+'''
+
+PIPELINE = """
+from omni_rollout.vllm_omni.pipelines.qwen_image import QwenImageRolloutPipeline
+
+
+class SlimPipeline(QwenImageRolloutPipeline):
+    def predict_noise(self, *args, **kwargs):
+        return 0.9 * super().predict_noise(*args, **kwargs)
+"""
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
@@ -89,6 +142,9 @@ def place(tmp_path_factory):
     (folder / "own_algorithm_of_a_test.py").write_text(ALGORITHM)
     (folder / "own_loop_of_a_test.py").write_text(LOOP)
     (folder / "own_kind_of_a_test.py").write_text(KIND)
+    (folder / "own_reward_of_a_test.py").write_text(REWARD)
+    (folder / "own_model_of_a_test.py").write_text(MODEL)
+    (folder / "own_pipeline_of_a_test.py").write_text(PIPELINE)
     (folder / "json.py").touch()  # as people have them: it must not stand in the way of the real one
     (folder / "my-loss.py").touch()
     with pytest.MonkeyPatch.context() as kept:
@@ -130,6 +186,34 @@ def test_a_loss_with_a_tensor_of_its_own_and_an_algorithm_with_an_option_of_its_
     assert json.loads((folder / "checkpoints" / "latest.json").read_text()) == {"step": 2}
 
 
+@pytest.mark.skipif(
+    (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="vLLM-Omni has wheels for Linux x86-64 only"
+)
+def test_a_reward_a_model_and_its_pipeline_and_a_sampler_kind_train_with_an_engine(
+    place, start, small, metric_rows, tmp_path
+):
+    folder = tmp_path / "run"
+    mine = [
+        f"reward.name={place}/own_reward_of_a_test.py:Redness",
+        "reward.options.gain=2",
+        f"model.architecture={place}/own_model_of_a_test.py:Slim",
+        f"rollout.algo.sde_type={place}/own_kind_of_a_test.py:GENTLE",
+        "rollout.backend=vllm_omni",
+    ]
+    steps = ["trainer.total_steps=2", "trainer.val_every=2"]
+    done = start("flowgrpo", *small, *mine, *steps, f"trainer.run_dir={folder}").wait(timeout=290)
+    assert done.code == 0, done.err[-4000:]
+    assert done.left_over == []
+    rows = metric_rows(folder)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows[1:]:
+        assert row["reward/gain_mean"] == 2.0
+        assert row["sync/tensors_bound"] == 8  # A and B of the query of four blocks
+        # The trainer scores with the person's spec and kind what the engine drew with the person's pipeline and kind.
+        assert row["actor/rollout_log_prob_diff_max"] <= 1e-5
+        assert row["actor/grad_norm"] > 0
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -144,6 +228,20 @@ def test_a_loss_with_a_tensor_of_its_own_and_an_algorithm_with_an_option_of_its_
         (["rollout.agent.default_agent_loop=HERE/nowhere.py:Loop"], "no file"),
         (["rollout.agent.default_agent_loop=HERE/own_algorithm_of_a_test.py:Stranger"], "DiffusionAgentLoop"),
         (["rollout.agent.default_agent_loop=./here:Loop"], "can be imported"),
+        (["rollout.algo.sde_type=HERE/own_kind_of_a_test.py:NOT_A_KIND"], "SamplerKind"),
+        (["rollout.algo.sde_type=HERE/nowhere.py:KIND"], "no file"),
+        (["rollout.val_kwargs.algo.sde_type=no_such_module:KIND"], "no_such_module"),
+        (["rollout.algo.sde_type=flow_sd"], "did you mean 'flow_sde'"),
+        (["rollout.algo.noise_level=1.5"], "must lie in [0, 1]"),
+        (["model.architecture=HERE/nowhere.py:Spec"], "no file"),
+        (["model.architecture=HERE/own_algorithm_of_a_test.py:Stranger"], "ModelSpec"),
+        (["model.architecture=HERE/own_model_of_a_test.py:Slin"], "Slin"),
+        (["model.architecture=qwen_imag"], "Did you mean 'qwen_image'"),
+        (["model.architecture=HERE/own_model_of_a_test.py:Lost", "rollout.backend=vllm_omni"], "no_pipeline_of_a_test"),
+        (["model.architecture=HERE/own_model_of_a_test.py:Diffusers", "rollout.backend=vllm_omni"], "no pipeline in"),
+        (["reward.name=HERE/nowhere.py:Redness"], "no file"),
+        (["reward.name=HERE/own_reward_of_a_test.py:number"], "give a function (image, prompt)"),
+        (["reward.name=HERE/own_reward_of_a_test.py:Redness", "reward.options={gian: 2}"], "Did you mean 'gain'"),
         (["trainer.algorithm=no_such_module:Thing"], "no_such_module"),
         (["trainer.algorithm=thing"], "module:Class"),
         (["trainer.algorithm=HERE/json.py:Thing"], "rename the file"),

@@ -89,7 +89,7 @@ BAD = {
     "samples of another policy": (["rollout.rollout_adapter=reference"], "ratios need samples of the trained policy"),
     "no epochs": (["actor.ppo_epochs=0"], "actor.ppo_epochs=0 is out of range: it must be 1 to 10000"),
     "full fine-tuning": (["model.lora_rank=0"], "the loop trains a LoRA"),
-    "filled in": (["actor.model_config.path=x"], "set model.* instead"),
+    "filled in": (["actor.model_config.path=x"], "is filled in from 'model'; set that one"),
 }
 
 

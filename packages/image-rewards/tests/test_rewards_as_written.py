@@ -79,6 +79,7 @@ def test_what_stands_in_a_file_is_a_reward(folder, where):
     ("name", "options", "words"),
     [
         ("./none.py:red", {}, "there is no file"),
+        ("./json.py:red", {}, "'json' is the name of another module"),
         ("./my_rewards_here.py:rad", {}, "Did you mean 'red'"),
         ("my_rewards_here:rad", {}, "Did you mean 'red'"),
         ("./broken.py:red", {}, "SyntaxError"),
@@ -102,6 +103,7 @@ def test_what_stands_in_a_file_is_a_reward(folder, where):
 )
 def test_names_and_options_that_do_not_fit(folder, name, options, words):
     (folder / "broken.py").write_text("def red(:\n")
+    (folder / "json.py").touch()
     (folder / "stops.py").write_text("import sys\nsys.exit(3)\n")
     with pytest.raises(RewardError) as caught:
         load(name, **options)

@@ -10,9 +10,8 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 from omni_rollout.config import DiffusionPipelineConfig
-from omni_rollout.specs import spec_of
+from omni_rollout.specs import pipeline_class, spec_of
 from omni_rollout.vllm_omni import cpu_platform
-from omni_rollout.vllm_omni.launch import pipeline_class
 from omni_rollout.vllm_omni.rpc import checked
 from omni_rollout.vllm_omni.shared import read_bucket, write_bucket
 

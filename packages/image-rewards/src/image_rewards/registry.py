@@ -7,11 +7,9 @@ installed packages, and an explicit "module:attribute" or "./file.py:attribute".
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import socket
 import sys
-import zlib
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -81,9 +79,7 @@ def find(name: str) -> Any:
         )
     use_folder(os.getcwd())
     try:
-        module = (
-            _file_module(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
-        )
+        module = _imported(module_name)
     except RewardError:
         raise
     except (Exception, SystemExit) as error:
@@ -98,28 +94,24 @@ def find(name: str) -> Any:
     return getattr(module, attribute)
 
 
-def _file_module(file: Path) -> Any:
-    """The module of a .py file. It is run once, and its own folder is searched by its imports."""
-    file = file.resolve()
+def _imported(name: str) -> Any:
+    """The module of that name, or of a .py file; the file's own folder is then searched by its imports."""
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    file = Path(name).resolve()
     if not file.is_file():
         raise UnknownRewardError(
             f"there is no file {str(file)!r} on {socket.gethostname()}. A reward's file must be on every machine that scores: put "
             "it on a shared file system, or install it as a module."
         )
-    name = f"image_rewards_file_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
-    if name not in sys.modules:
-        use_folder(str(file.parent))
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+    use_folder(str(file.parent))
+    importlib.invalidate_caches()  # it may have been written just now
+    module = importlib.import_module(file.stem)
+    if Path(module.__file__ or "").resolve() != file:
+        raise UnknownRewardError(
+            f"{file.stem!r} is the name of another module ({module.__file__}); rename {str(file)!r}"
+        )
+    return module
 
 
 def load(name: str, *, video: str | None = None, **options: Any) -> Reward:

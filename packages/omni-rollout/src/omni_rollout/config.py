@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, Len
 from sde_samplers.errors import SamplerError
-from sde_samplers.kinds import Kind, find_kind
+from sde_samplers.kinds import Kind, check_noise_level, find_kind
 from sde_samplers.settings import Solver
 
 from .allowed import Count, Seconds, Seed, fault, kinds
@@ -93,7 +93,10 @@ class DiffusionRolloutAlgoConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        resolve_kind(self.sde_type)
+        try:
+            check_noise_level(self.kind, self.noise_level)
+        except SamplerError as error:
+            raise RolloutConfigError(str(error)) from error
         size, span = self.sde_window_size, self.sde_window_range
         if span is not None and span[0] >= span[1]:
             raise RolloutConfigError(f"sde_window_range={span} is empty: it must be [first, end) with first < end")

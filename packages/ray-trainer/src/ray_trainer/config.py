@@ -212,9 +212,10 @@ DOORS = (
     "rollout.algo.sde_type",
     "rollout.val_kwargs.algo.sde_type",
     "model.architecture",
+    "reward.name",
 )
 """Keys that may name what a person wrote, as "module:attribute" or "./file.py:attribute"."""
-PATHS = ("trainer.run_dir", "model.path", "model.lora_adapter_path", "data.train_file", "data.val_file", "reward.name")
+PATHS = ("trainer.run_dir", "model.path", "model.lora_adapter_path", "data.train_file", "data.val_file")
 """Keys in which `~` and `$HOME` mean what they mean to a shell."""
 
 

@@ -11,6 +11,8 @@ from fsdp_diffusers_engine.targets import resolve_targets
 from model_specs.base import ModelSpec
 from model_specs.errors import SpecError
 from model_specs.registry import available
+from omni_rollout.errors import RolloutConfigError
+from omni_rollout.specs import pipeline_class
 
 from ray_trainer.card_memory import check_heads
 from ray_trainer.cluster import check_ray
@@ -37,6 +39,11 @@ def validate_config(config: RunConfig) -> list[str]:
     check_values(RunConfig, to_tree(config))  # `compose` did; a config that was made in Python comes here first
     check_rules(config)
     spec, folder, notes = _check_model(config)
+    if r.backend == "vllm_omni":
+        try:
+            pipeline_class(spec, r.vllm_omni.step_execution)
+        except RolloutConfigError as error:
+            raise TrainerError(f"rollout.backend={r.backend!r}: {error}") from error
     notes += _check_first_lora(config, spec)
     train, val = load_prompt_sets(d)
     PromptSampler(train, d.prompts_per_step, t.seed)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .errors import SamplerError
-from .kinds import Kind, find_kind
+from .kinds import Kind, check_noise_level, find_kind
 
 NEAR_ONE = 0.9989
 """From here on sigma counts as 1 in the std of Flow-SDE. Multistep schedulers begin at 0.999 shifted instead of at 1 (diffusers'
@@ -73,7 +73,7 @@ def step_coefficients(
             f"kind={kind!r} scales its std by the schedule's second entry at every step, but sigma_cap=None; "
             "pass sigma_cap=schedule.sigma_cap"
         )
-    eta = _checked_noise_level(kind, noise_level, found.most_noise)
+    eta = check_noise_level(kind, noise_level)
     formula = ode if found.has_noise_level and eta == 0.0 else found.load()
     t = as_scalar(sigma, "sigma", batch)
     u = as_scalar(sigma_next, "sigma_next", batch)
@@ -188,18 +188,6 @@ def _gap_to_one(t: Scalar, cap: Scalar) -> Scalar:
 def _sqrt(value: Scalar) -> Scalar:
     # Arguments are squares or differences that are >= 0 up to rounding.
     return torch.sqrt(torch.clamp(value, min=0)) if isinstance(value, Tensor) else math.sqrt(max(value, 0.0))
-
-
-def _checked_noise_level(kind: Kind, noise_level: float, most: float) -> float:
-    try:
-        eta = float(noise_level)
-    except (TypeError, ValueError):
-        raise SamplerError(f"noise_level={noise_level!r} must be a number (the noise level η)") from None
-    if not math.isfinite(eta) or eta < 0:
-        raise SamplerError(f"noise_level={noise_level!r} must be finite and not negative")
-    if eta > most:
-        raise SamplerError(f"noise_level={noise_level!r} with kind={kind!r} must lie in [0, {most:g}]")
-    return eta
 
 
 def _checked(formula: Callable[..., Any], t: Scalar, u: Scalar, eta: float, cap: Scalar) -> StepCoefficients:

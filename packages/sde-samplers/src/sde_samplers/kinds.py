@@ -98,3 +98,18 @@ def find_kind(name: Kind) -> SamplerKind:
     if not isinstance(found, SamplerKind):
         raise SamplerError(f"kind={name!r} is a {type(found).__name__}; give a sde_samplers.SamplerKind")
     return found
+
+
+def check_noise_level(kind: Kind, noise_level: float) -> float:
+    """The noise level as a float; SamplerError when it is no number, negative, or more than the kind takes."""
+    try:
+        eta = float(noise_level)
+    except (TypeError, ValueError):
+        raise SamplerError(f"noise_level={noise_level!r} must be a number (the noise level η)") from None
+    if not math.isfinite(eta) or eta < 0:
+        raise SamplerError(f"noise_level={noise_level!r} must be finite and not negative")
+    if eta > find_kind(kind).most_noise:
+        raise SamplerError(
+            f"noise_level={noise_level!r} with kind={kind!r} must lie in [0, {find_kind(kind).most_noise:g}]"
+        )
+    return eta

@@ -7,26 +7,14 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..config import DiffusionRolloutConfig
-from ..errors import MissingExtraError, RolloutConfigError
+from ..errors import MissingExtraError
+from ..specs import pipeline_class
 from .cpu_platform import enabled
 
 if TYPE_CHECKING:
     from model_specs import ModelSpec
 
 _EXTENSION = "omni_rollout.vllm_omni.worker_extension.vLLMOmniColocateWorkerExtension"
-
-
-def pipeline_class(spec: ModelSpec, stepwise: bool) -> str:
-    """Qualified name of the pipeline that serves a model. Raises `RolloutConfigError` when there is none."""
-    name = spec.engine_stepwise_pipeline if stepwise else spec.engine_pipeline
-    if name:
-        return name.replace(":", ".")
-    if spec.engine_pipeline:
-        raise RolloutConfigError(f"{spec.name!r} cannot run step by step: set vllm_omni.step_execution=false.")
-    raise RolloutConfigError(
-        f"{spec.name!r} has no pipeline in vLLM-Omni: name one in {type(spec).__name__}.engine_pipeline, or set "
-        "rollout.backend=diffusers."
-    )
 
 
 def start_engine(config: DiffusionRolloutConfig, path: str, spec: ModelSpec, cuda_visible_devices: str = "") -> Any:
