@@ -392,6 +392,91 @@ def fa4_attention() -> Iterator[None]:
         restore_flash_attention_impl()
 
 
+class Shared:
+    """The A of layers that are given the same input, as one product."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = layers
+        self.seen: Any = None
+        self.low: Any = ()
+
+    def of(self, place: int, x: Any, name: str) -> Any:
+        """`A x` of one layer, computed with that of the others by the first that asks."""
+        import torch
+        import torch.nn.functional as F
+
+        if place == 0:
+            a = torch.cat([layer.lora_A[name].weight.to(x.dtype) for layer in self.layers])
+            self.low = F.linear(x, a).chunk(len(self.layers), dim=-1)
+        low = self.low[place]
+        if place == len(self.layers) - 1:
+            self.low = ()
+        return low
+
+
+@contextlib.contextmanager
+def one_product_for_a(engine: Any) -> Iterator[None]:
+    """A of q, k and v as one product."""
+    import torch.nn.functional as F
+    from fsdp_diffusers_engine.adapted_linear import AdaptedLinear
+
+    class Fused(AdaptedLinear):
+        shared: Any
+        place: int
+
+        def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+            y: Any = self.base_layer(x)
+            for name in self.active_adapters:
+                b: Any = self.lora_B[name].weight
+                y = y + F.linear(self.shared.of(self.place, x, name) * self.scaling[name], b.to(x.dtype))
+            return y
+
+    changed = []
+    for block in engine.blocks:
+        for names in (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")):
+            layers = [getattr(block.attn, name) for name in names]
+            shared = Shared(layers)
+            for place, layer in enumerate(layers):
+                layer.__class__, layer.place = Fused, place
+                object.__setattr__(layer, "shared", shared)
+            changed += layers
+    try:
+        yield
+    finally:
+        for layer in changed:
+            layer.__class__ = AdaptedLinear
+            del layer.shared, layer.place
+
+
+@contextlib.contextmanager
+def gelu_inside(engine: Any) -> Iterator[None]:
+    """The MLP's first product and its GELU as one kernel of cuBLAS: forward alone."""
+    import torch
+    from diffusers.models.activations import GELU
+
+    if not hasattr(torch.ops.bench, "linear_gelu"):
+        schema = "(Tensor x, Tensor weight, Tensor bias) -> Tensor"
+
+        @torch.library.custom_op("bench::linear_gelu", mutates_args=(), schema=schema)
+        def linear_gelu(x: Any, weight: Any, bias: Any) -> Any:
+            return torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True).view(*x.shape[:-1], -1)
+
+        linear_gelu.register_fake(lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]))
+
+    class Inside(GELU):
+        def forward(self, hidden_states: Any) -> Any:
+            return torch.ops.bench.linear_gelu(hidden_states, self.proj.weight, self.proj.bias)
+
+    layers = [m for m in engine.module.modules() if type(m) is GELU]
+    for layer in layers:
+        layer.__class__ = Inside
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = GELU
+
+
 def no_adapter(engine: Any) -> Any:
     """What the adapter costs at most."""
     return engine.use_adapter("reference")
@@ -486,6 +571,8 @@ def changes(small: bool, report: Report) -> None:
         variant("on: cuDNN attention", cudnn_attention)
         variant("on: FlashAttention 4", fa4_attention, optional=True)
     variant("off: scale on the small tensor", lambda: scale_on_the_output(engine))
+    variant("on: A of q, k, v as one product", lambda: one_product_for_a(engine))
+    variant("on: GELU inside the product, forward", lambda: gelu_inside(engine), backward=False)
     if not CPU:
         variant("on: fp8 weights, forward", lambda: fp8(engine), backward=False, exact=0.3)
         variant("on: static shapes", lambda: dynamo.patch(automatic_dynamic_shapes=False))
