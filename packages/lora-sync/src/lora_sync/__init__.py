@@ -1,6 +1,6 @@
 """Move a LoRA from the trainer to the sampler, and prove that it arrived."""
 
-from .adapters import LoRAAdapterMixin, active_adapter, copy_adapter, ema_update_adapter, use_adapter
+from .adapters import LoRAAdapterMixin, use_adapter
 from .bind import applied_version, apply_lora
 from .checksum import content_sum
 from .errors import (
@@ -58,14 +58,11 @@ __all__ = [
     "WeightBucket",
     "WeightReceipt",
     "WrongBaseError",
-    "active_adapter",
     "applied_version",
     "apply_lora",
     "base_weights",
     "buckets",
     "content_sum",
-    "copy_adapter",
-    "ema_update_adapter",
     "export",
     "extract_lora",
     "fingerprint",

@@ -11,23 +11,13 @@ on each rank's own shard, so it is exact under FSDP2 and needs no communication.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .errors import AdapterError, BindError
-from .layers import (
-    REFERENCE,
-    adapter_names,
-    adapter_parameters,
-    layers_of,
-    local,
-    lora_layers,
-    reshard,
-    same_layout,
-)
+from .layers import REFERENCE, adapter_names, adapter_parameters, layers_of, local, lora_layers, reshard
 
 
 class LoRAAdapterMixin:
@@ -37,52 +27,43 @@ class LoRAAdapterMixin:
 
     def copy_adapter(self, source: str = "default", target: str = "old") -> None:
         """Make `target` bitwise equal to `source`, alpha included. Both exist, with the same ranks."""
-        copy_adapter(self.module, source, target)
+        with torch.no_grad():
+            for _, ours, theirs in _pairs(self.module, source, target):
+                theirs.copy_(ours)
+        layers = layers_of(self.module, source)
+        for name, layer in layers_of(self.module, target).items():
+            for setting in ("lora_alpha", "scaling"):
+                getattr(layer, setting)[target] = getattr(layers[name], setting)[source]
 
     def ema_update_adapter(self, source: str = "default", target: str = "old", decay: float = 0.0) -> None:
         """target ← decay · target + (1 − decay) · source, in float32. `decay=0` copies, `decay=1` does nothing."""
-        ema_update_adapter(self.module, source, target, decay)
-
-    @contextmanager
-    def use_adapter(self, name: str) -> Iterator[None]:
-        """Run with one adapter, or with none for `"reference"`; the state before comes back, also after an error."""
-        with use_adapter(self.module, name):
-            yield
-
-    @contextmanager
-    def disable_adapter(self) -> Iterator[None]:
-        """Run the base model: every adapter off."""
-        with use_adapter(self.module, REFERENCE):
-            yield
-
-
-def copy_adapter(module: nn.Module, source: str, target: str) -> None:
-    """See `LoRAAdapterMixin.copy_adapter`."""
-    pairs = _pairs(module, source, target)
-    with torch.no_grad():
-        for _, ours, theirs in pairs:
-            theirs.copy_(ours)
-    _copy_alphas(module, source, target)
-
-
-def ema_update_adapter(module: nn.Module, source: str, target: str, decay: float) -> None:
-    """See `LoRAAdapterMixin.ema_update_adapter`."""
-    if not 0.0 <= decay <= 1.0:
-        raise AdapterError(f"decay is {decay!r}; it must be in [0, 1].")
-    pairs = _pairs(module, source, target)
-    if decay == 0.0:
-        return copy_adapter(module, source, target)
-    for name, _, theirs in pairs:
-        if theirs.dtype not in (torch.float32, torch.float64):
-            raise AdapterError(
-                f"{name!r} of adapter {target!r} is {theirs.dtype}: an average that moves by {1 - decay:.3g} per step is "
-                "rounded away in it. Keep adapters in float32 (the base may stay in bfloat16)."
+        if not 0.0 <= decay <= 1.0:
+            raise AdapterError(f"decay is {decay!r}; it must be in [0, 1].")
+        if decay == 0.0:
+            return self.copy_adapter(source, target)
+        pairs, layers = _pairs(self.module, source, target), layers_of(self.module, source)
+        for name, _, theirs in pairs:
+            if theirs.dtype not in (torch.float32, torch.float64):
+                raise AdapterError(
+                    f"{name!r} of adapter {target!r} is {theirs.dtype}: an average that moves by {1 - decay:.3g} per step is "
+                    "rounded away in it. Keep adapters in float32 (the base may stay in bfloat16)."
+                )
+        if any(layer.scaling[source] != layer.scaling[target] for layer in layers.values()):
+            raise BindError(
+                f"adapters {source!r} and {target!r} scale B·A differently; copy_adapter first, or equal alphas."
             )
-    _check_alphas(module, source, target)
-    with torch.no_grad():
-        for _, ours, theirs in pairs:
-            theirs.add_(ours.to(theirs.dtype) - theirs, alpha=1.0 - decay)
-    return None
+        with torch.no_grad():
+            for _, ours, theirs in pairs:
+                theirs.add_(ours.to(theirs.dtype) - theirs, alpha=1.0 - decay)
+        return None
+
+    def use_adapter(self, name: str) -> AbstractContextManager[None]:
+        """Run with one adapter, or with none for `"reference"`; the state before comes back, also after an error."""
+        return use_adapter(self.module, name)
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Run the base model: every adapter off."""
+        return use_adapter(self.module, REFERENCE)
 
 
 @contextmanager
@@ -108,17 +89,7 @@ def use_adapter(module: nn.Module, name: str) -> Iterator[None]:
             layer._active_adapter, layer._disable_adapters = active, disabled
 
 
-def active_adapter(module: nn.Module) -> str:
-    """Name of the adapter in use, `"reference"` when all are off. Raises when several are active together."""
-    states = {
-        REFERENCE if layer._disable_adapters else ",".join(layer.active_adapters) for _, layer in lora_layers(module)
-    }
-    if len(states) != 1 or "," in next(iter(states)):
-        raise AdapterError(f"layers disagree on the active adapter, or several are active: {sorted(states)!r}.")
-    return states.pop()
-
-
-def _pairs(module: nn.Module, source: str, target: str) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+def _pairs(module: nn.Module, source: str, target: str) -> list[tuple[str, Tensor, Tensor]]:
     reshard(module)
     ours, theirs = adapter_parameters(module, source), adapter_parameters(module, target)
     if set(ours) != set(theirs):
@@ -128,24 +99,9 @@ def _pairs(module: nn.Module, source: str, target: str) -> list[tuple[str, torch
             f"{lonely[:3]!r}; add both with the same target_modules."
         )
     for name in ours:
-        same_layout(ours[name], theirs[name], name)
+        first, second = ((tuple(p.shape), getattr(p, "placements", None)) for p in (ours[name], theirs[name]))
+        if first != second:  # elementwise work on shards is exact only when both are cut alike
+            raise BindError(
+                f"{name}: {first!r} and {second!r} differ; give both adapters the same rank and shard them alike."
+            )
     return [(name, local(ours[name]), local(theirs[name])) for name in ours]
-
-
-def _alpha_state(module: nn.Module, adapter: str) -> dict[str, tuple[Any, Any]]:
-    layers = layers_of(module, adapter)
-    return {name: (layer.lora_alpha[adapter], layer.scaling[adapter]) for name, layer in layers.items()}
-
-
-def _copy_alphas(module: nn.Module, source: str, target: str) -> None:
-    state = _alpha_state(module, source)
-    for name, layer in layers_of(module, target).items():
-        layer.lora_alpha[target], layer.scaling[target] = state[name]
-
-
-def _check_alphas(module: nn.Module, source: str, target: str) -> None:
-    """Averaging factors whose scale differs would average nothing meaningful."""
-    if [s for _, s in _alpha_state(module, source).values()] != [s for _, s in _alpha_state(module, target).values()]:
-        raise BindError(
-            f"adapters {source!r} and {target!r} scale B·A differently; copy_adapter first, or equal alphas."
-        )

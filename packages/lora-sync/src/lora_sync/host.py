@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PIECE, _BLOCK, _ALIGN = 8 << 20, 64 << 20, 64
+_PIECE = 8 << 20
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
@@ -50,24 +50,19 @@ def host_pieces(tensor: Tensor) -> Iterator[memoryview]:
 def on_host(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Copies of the tensors in host memory; those that are on the host already are handed through as they are.
 
-    From a GPU they go into page-locked blocks, queued one behind the other and waited for once. The blocks come from
-    torch's cache of such memory, so the next call does not pay for them again. Tensors are taken one at a time.
+    From a GPU they go into page-locked memory, queued one behind the other and waited for once. It comes from torch's cache of
+    such memory, so the next call does not pay for it again. Tensors are taken one at a time.
     """
     out: dict[str, Tensor] = {}
-    block, place = torch.empty(0, dtype=torch.uint8), 0
     devices: set[torch.device] = set()
     for name, tensor in named:
-        tensor = tensor.detach()
-        if tensor.device.type == "cpu":
-            out[name] = tensor
-            continue
-        size, cuda = tensor.nbytes, tensor.device.type == "cuda"
-        if place + size > block.numel():
-            block, place = torch.empty(max(_BLOCK, size), dtype=torch.uint8, pin_memory=cuda), 0
-        target = block[place : place + size].view(tensor.dtype).reshape(tensor.shape)
-        out[name] = target.copy_(tensor, non_blocking=cuda)
-        place += size + -size % _ALIGN
-        devices |= {tensor.device} if cuda else set()
+        out[name] = tensor.detach()
+        if tensor.device.type == "cuda":
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            out[name] = host.copy_(tensor.detach(), non_blocking=True)
+            devices.add(tensor.device)
+        elif tensor.device.type != "cpu":
+            out[name] = out[name].cpu()
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
     return out

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import AdapterError, BindError, PayloadError
+from .errors import AdapterError, PayloadError
 
 REFERENCE = "reference"
 WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -178,16 +178,6 @@ def local_slices(tensor: Tensor) -> tuple[slice, ...]:
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-
-
-def same_layout(first: Tensor, second: Tensor, what: str) -> None:
-    """Elementwise work on shards is exact only when both are cut alike."""
-    ours = (tuple(first.shape), getattr(first, "placements", None))
-    theirs = (tuple(second.shape), getattr(second, "placements", None))
-    if ours != theirs:
-        raise BindError(
-            f"{what}: {ours!r} and {theirs!r} differ; give both adapters the same rank and shard them alike."
-        )
 
 
 def copy_into(target: Tensor, source: Tensor) -> None:

@@ -1,18 +1,16 @@
 """Full weights for non-LoRA training: streamed bucket by bucket, so memory stays at one bucket plus one tensor.
 
-A stream is a row of `WeightBucket` messages that any transport carries. Each has its own content hash; the last one says
-how many tensors there were and the hash over all buckets, so that a receiver knows it has everything.
+A stream is a row of `WeightBucket` messages that any transport carries. Each has its own content hash and its number, and the last
+one says so; a receiver takes them in order, and every parameter exactly once.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from .checksum import content_hash, module_sum
@@ -25,23 +23,10 @@ _PARTIAL = "_lora_sync_partial"
 
 @dataclass(frozen=True)
 class WeightBucket(Message, kind="weights"):
-    """Some tensors of a stream.
-
-    Args:
-        tensors: name → full tensor.
-        version: of the stream.
-        hash: over this bucket's tensors.
-        index: this bucket's place in the stream, from 0.
-        total_tensors, stream_hash: set in the last bucket only.
-    """
+    """Some tensors of a stream: bucket `index`, from 0, of its version; `last` is the end."""
 
     index: int
-    total_tensors: int | None = None
-    stream_hash: str | None = None
-
-    @property
-    def last(self) -> bool:
-        return self.stream_hash is not None
+    last: bool
 
 
 @dataclass(frozen=True)
@@ -154,15 +139,11 @@ def stream_weights(
             other = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
             yield rename(name) if rename else name, other
 
-    count, hashes = 0, list[str]()
     for index, (held, last) in enumerate(buckets(converted(), bucket_bytes)):
         if not held:
             raise PayloadError(f"this {type(module).__name__} has no parameters to stream.")
         tensors = dict(held)
-        hashes.append(content_hash(tensors, {}))
-        count += len(held)
-        totals = (count, _stream_hash(hashes)) if last else (None, None)
-        yield WeightBucket(tensors, version, hashes[-1], index, *totals)
+        yield WeightBucket(tensors, version, content_hash(tensors, {}), index, last)
 
 
 def load_weights(
@@ -174,38 +155,28 @@ def load_weights(
     swapped buckets. Full weights are too large to stage: after an error the module holds a mixture, and says so by
     refusing `weights_complete`; load a whole stream again before sampling.
     """
-    hashes, version, count = list[str](), -1, 0
+    version, due = -1, 0
 
-    def checked() -> Iterator[tuple[str, Tensor]]:
-        nonlocal version, count
+    def in_order() -> Iterator[tuple[str, Tensor]]:
+        nonlocal version, due
         for bucket in stream:
-            version = bucket.version if not hashes else version
+            version = bucket.version if due == 0 else version
             if previous_version is not None and bucket.version <= previous_version:
                 raise StaleVersionError(f"version {bucket.version} came after {previous_version}; count versions up.")
-            if bucket.version != version or bucket.index != len(hashes):
+            if bucket.version != version or bucket.index != due:
                 raise CorruptPayloadError(
-                    f"bucket {bucket.index} of version {bucket.version} came where bucket {len(hashes)} of {version} was due."
+                    f"bucket {bucket.index} of version {bucket.version} came where bucket {due} of {version} was due."
                 )
             yield from bucket.tensors.items()
-            count += len(bucket.tensors)
-            hashes.append(bucket.hash)
+            due += 1
             if bucket.last:
-                if bucket.stream_hash != _stream_hash(hashes) or bucket.total_tensors != count:
-                    raise CorruptPayloadError(
-                        f"version {version}: {count} tensors in {len(hashes)} buckets came, the sender speaks of "
-                        f"{bucket.total_tensors}; send the stream again."
-                    )
                 return
-        raise CorruptPayloadError(f"the stream ended after {len(hashes)} buckets without its last one; send it again.")
+        raise CorruptPayloadError(f"the stream ended after {due} buckets without its last one; send it again.")
 
-    bound = load_named(module, checked())
+    bound = load_named(module, in_order())
     return WeightReceipt(version, bound, module_sum(module))
 
 
 def weights_complete(module: nn.Module) -> bool:
     """False while a stream is being loaded, or after one broke off."""
     return not module.__dict__.get(_PARTIAL, False)
-
-
-def _stream_hash(hashes: list[str]) -> str:
-    return "xxh3:" + xxhash.xxh3_128_hexdigest(json.dumps(hashes).encode())
