@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from .config import (
     CheckpointConfig,
-    DiffusionActorConfig,
     DiffusionModelConfig,
     ForwardProcessConfig,
     FSDPDiffusionActorConfig,
@@ -49,7 +48,6 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointError",
     "DiffusersFSDPEngine",
-    "DiffusionActorConfig",
     "DiffusionLoss",
     "DiffusionModelConfig",
     "EngineError",

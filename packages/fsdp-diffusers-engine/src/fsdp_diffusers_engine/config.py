@@ -190,7 +190,7 @@ class ForwardProcessConfig:
 
 
 @dataclass
-class DiffusionActorConfig:
+class FSDPDiffusionActorConfig:
     """One update of a policy: batch sizes, epochs, loss, optimizer. Read by :class:`TrainingWorker`."""
 
     ppo_mini_batch_size: Count = 256
@@ -215,12 +215,6 @@ class DiffusionActorConfig:
     """Checkpoints."""
     model_config: DiffusionModelConfig = field(default_factory=DiffusionModelConfig)
     """The model."""
-
-
-@dataclass
-class FSDPDiffusionActorConfig(DiffusionActorConfig):
-    """An actor on the FSDP2 engine."""
-
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
     """Device, precision, sharding, offload."""
 

@@ -8,6 +8,7 @@ overflows, and do not judge taste. Imports no torch.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from difflib import get_close_matches
 from types import NoneType, UnionType
@@ -60,17 +61,10 @@ def _holds(kind: Any, value: Any) -> bool:
     if isinstance(kind, Len):
         return kind.min_length <= len(value) <= (kind.max_length or math.inf)
     if isinstance(kind, Interval):
-        return isinstance(value, int | float) and math.isfinite(value) and _inside(kind, value)
+        bounds = ((name, getattr(kind, name)) for name in ("gt", "ge", "lt", "le"))  # the names of Python's operators
+        number = isinstance(value, int | float)
+        return number and all(bound is None or getattr(operator, name)(value, bound) for name, bound in bounds)
     return all(_holds(one, value) for one in args) if origin is Annotated else kind is not NoneType or value is None
-
-
-def _inside(bounds: Interval, number: Any) -> bool:
-    return (
-        (bounds.gt is None or number > bounds.gt)
-        and (bounds.ge is None or number >= bounds.ge)
-        and (bounds.lt is None or number < bounds.lt)
-        and (bounds.le is None or number <= bounds.le)
-    )
 
 
 def _rule(kind: Any) -> str:

@@ -41,7 +41,8 @@ def record_failure(
         except Exception as second:
             lost.append(f"{folder / name} could not be written: {words(second)}")
 
-    attempt("error.txt", lambda file: file.write_text(_traceback(error), encoding="utf-8", errors="backslashreplace"))
+    text = "".join(traceback.format_exception(error))
+    attempt("error.txt", lambda file: file.write_text(text, encoding="utf-8", errors="backslashreplace"))
     attempt("prompts.json", lambda file: _write_json(file, [asdict(prompt) for prompt in prompts]))
     if batch is not None:
         tensors: dict[str, torch.Tensor] = {}
@@ -92,13 +93,6 @@ def _repr(value: object) -> str:
         return repr(value)
     except Exception as error:
         return f"<{type(value).__name__} that cannot be shown: {type(error).__name__}>"
-
-
-def _traceback(error: BaseException) -> str:
-    try:
-        return "".join(traceback.format_exception(error))
-    except Exception:  # an exception whose own text fails
-        return f"{type(error).__name__}\n" + "".join(traceback.format_tb(error.__traceback__))
 
 
 def first_cause(error: BaseException) -> BaseException:
