@@ -300,7 +300,13 @@ def test_an_adapter_that_comes_as_a_stream_of_buckets(engine, runner, adapter):
     sent = adapter(31, seed=6)
     named = sorted(sent.tensors.items())
     config = {"r": sent.rank, "lora_alpha": 3 * sent.rank, "target_modules": ["to_q"], "use_dora": False}
-    stream = {"peft_config": config, "base_sync_done": True, "version": 31, "lora_int_id": 900}
+    stream = {
+        "peft_config": config,
+        "base_sync_done": True,
+        "version": 31,
+        "lora_int_id": 900,
+        "lora_names": "qwen_image",
+    }
 
     def bucket(part, **options):
         call = {"bucket": part, **stream, **options}

@@ -64,6 +64,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         last: bool = True,
         version: int = 0,
         lora_int_id: int = 0,
+        lora_names: str = "any",
     ) -> dict[str, Any]:
         """Take one bucket of tensors.
 
@@ -75,6 +76,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
             base_sync_done: an adapter needs a base to sit on: False with a `peft_config` is refused.
             use_shm: `bucket` is the name of a shared memory block, else a list of (name, tensor).
             first, last: ends of the stream. `version`: of the policy once the last bucket is in.
+            lora_names: as in `OmniTensorLoRARequest`.
 
         Returns:
             For the last bucket of weights: `elements`, `unwritten` (elements that no tensor reached), `held` and `sent`
@@ -92,7 +94,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
             request = OmniTensorLoRARequest(
                 lora_name=f"v{version}", lora_int_id=lora_int_id, lora_path="/in-memory/stream",
                 peft_config=checked_config(peft_config),
-                lora_tensors={engine_name(name): tensor for name, tensor in self._parts.items()},
+                lora_tensors={engine_name(name): tensor for name, tensor in self._parts.items()}, lora_names=lora_names,
             )  # fmt: skip
             self._parts = {}
             return self.bind_lora(request, version)
