@@ -214,6 +214,14 @@ def sequence(rank: int, world: int) -> Any:
     return update(engine, qwen_batch("even"), DiffusionLossConfig(clip_ratio=9.0, ref_kl_coef=0.5))
 
 
+def sequence_whole(rank: int, world: int) -> Any:
+    """The same with a whole copy on each."""
+    options = {"ulysses_sequence_parallel_size": world, "sharding": "replicate"}
+    engine = HELP.build_engine(QWEN, optim={"lr": 1e-4}, engine=options)
+    stir(engine)
+    return update(engine, qwen_batch("even"), DiffusionLossConfig(clip_ratio=9.0, ref_kl_coef=0.5))
+
+
 def save(rank: int, world: int) -> Any:
     """Train, save, train once more."""
     engine = resumable()
@@ -306,7 +314,21 @@ def aborting(rank: int, world: int) -> dict[str, Any]:
 
 Scenario = Callable[[int, int], Any]
 PLAN: list[tuple[int, list[Scenario]]] = [
-    (1, [lora_even, lora_uneven, full, forward_process, preference, experts, experts_apart, sequence, save]),
+    (
+        1,
+        [
+            lora_even,
+            lora_uneven,
+            full,
+            forward_process,
+            preference,
+            experts,
+            experts_apart,
+            sequence,
+            sequence_whole,
+            save,
+        ],
+    ),
     (
         2,
         [
@@ -320,6 +342,7 @@ PLAN: list[tuple[int, list[Scenario]]] = [
             experts,
             experts_apart,
             sequence,
+            sequence_whole,
             mixed,
             preference,
             save,

@@ -70,6 +70,7 @@ def assert_same_update(found: Any, single: Any) -> None:
         ("experts", 2),
         ("experts_apart", 2),
         ("sequence", 2),
+        ("sequence_whole", 2),
     ],
 )
 def test_gradients_step_and_norm_equal_one_process(ranks: Any, scenario: str, world: int) -> None:
