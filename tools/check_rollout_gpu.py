@@ -266,7 +266,7 @@ class Model:
         before, refused = await self.server.generate(requests), False
         free = [self.free_gb()]
         start = time.perf_counter()
-        await self.server.sleep(level=1)
+        await self.server.sleep()
         times = [time.perf_counter() - start]
         free.append(self.free_gb())
         try:

@@ -21,7 +21,7 @@ def test_generation_is_refused_until_the_first_full_sync():
     life.loaded()
     with pytest.raises(LifecycleError, match="no weights were synced"), life.generating():
         pass
-    with life.syncing(1, lora=True):
+    with life.syncing(1):
         pass
     with pytest.raises(LifecycleError, match="no weights were synced"), life.generating():
         pass  # a LoRA on top of start-up weights is not a policy
@@ -29,7 +29,7 @@ def test_generation_is_refused_until_the_first_full_sync():
         pass
     with life.generating():
         assert life.in_flight == 1
-    assert (life.in_flight, life.policy_version, life.lora_layers) == (0, 2, True)
+    assert (life.in_flight, life.policy_version) == (0, 2)
 
 
 def test_asleep_refuses_generation_and_weights(ready):
@@ -44,28 +44,14 @@ def test_asleep_refuses_generation_and_weights(ready):
         ready.wake_up()
 
 
-def test_wake_returns_to_where_sleep_came_from(ready):
-    ready.pause()
-    ready.sleep()
-    ready.wake_up()
-    assert ready.state is State.PAUSED
-    with pytest.raises(LifecycleError, match="paused"), ready.generating():
-        pass
-    ready.resume()
-    with ready.generating():
-        pass
-
-
-def test_level_two_and_anything_under_way_are_refused(ready):
-    with pytest.raises(LifecycleError, match="level=1"):
-        ready.sleep(level=2)
+def test_anything_under_way_is_not_disturbed(ready):
     with ready.generating(3):
         with pytest.raises(LifecycleError, match="3 samples are in flight"):
             ready.sleep()
         with pytest.raises(LifecycleError, match="3 samples are in flight"), ready.syncing(1):
             pass
-        ready.pause()  # allowed: samples in flight finish
-    assert ready.state is State.PAUSED
+    ready.sleep()
+    assert ready.state is State.ASLEEP
 
 
 def test_versions_only_grow_and_failed_syncs_do_not_count(ready):

@@ -211,21 +211,15 @@ def test_full_weights_with_lora_layers_in_place(replica, draw, requests, runner,
 # --------------------------------------------------------------------------------------------------------- lifecycle
 
 
-def test_pause_sleep_wake_and_refusals(replica, draw, requests, runner, difference, adapter):
+def test_sleep_wake_and_refusals(replica, draw, requests, runner, difference, adapter):
     before = draw(replica, requests[:2])
-    runner.run(replica.backend.call(RolloutBackend.pause))
-    with pytest.raises(LifecycleError, match="paused"):
-        draw(replica, requests[:1])
     runner.run(replica.sleep())
     with pytest.raises(LifecycleError, match="asleep"):
         draw(replica, requests[:1])
     with pytest.raises(LifecycleError, match="asleep"):
         runner.run(replica.update_lora(adapter(20, seed=4)))
-    with pytest.raises(LifecycleError, match="level=1"):
-        runner.run(replica.backend.call(RolloutBackend.sleep, 2))
     assert runner.run(replica.health()).state == "asleep"
     runner.run(replica.wake_up())
-    runner.run(replica.backend.call(RolloutBackend.resume))
     with pytest.raises(LifecycleError, match="must be asleep"):
         runner.run(replica.wake_up())
     after = draw(replica, requests[:2])

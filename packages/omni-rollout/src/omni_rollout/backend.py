@@ -61,20 +61,12 @@ class RolloutBackend(Protocol):
         """Replace transformer weights by name; raises `SyncError` unless every tensor was sent and bound."""
         ...
 
-    def sleep(self, level: int = 1) -> None:
-        """Give the device's memory back. Only level 1."""
+    def sleep(self) -> None:
+        """Give the device's memory back."""
         ...
 
     def wake_up(self) -> None:
         """Bring the weights back."""
-        ...
-
-    def pause(self) -> None:
-        """Take no new requests."""
-        ...
-
-    def resume(self) -> None:
-        """Take requests again."""
         ...
 
     def abort(self, request_ids: Sequence[str] | None = None) -> int:

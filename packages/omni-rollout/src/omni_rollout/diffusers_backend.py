@@ -198,7 +198,7 @@ class DiffusersBackend:
 
         Several adapters may be sent at one version. Raises `SyncError` when a shared module's adapter differs.
         """
-        with self.lifecycle.syncing(payload.version, lora=True), self._timed("sync"):
+        with self.lifecycle.syncing(payload.version), self._timed("sync"):
             return self._weights.bind(payload, adapter)
 
     def remove_lora(self, adapter: str = "default") -> bool:
@@ -216,12 +216,12 @@ class DiffusersBackend:
 
     # ------------------------------------------------------------------------------------------------- lifecycle
 
-    def sleep(self, level: int = 1) -> None:
+    def sleep(self) -> None:
         """Give the device's memory back.
 
         The VAE and a transformer of our own go to the CPU, the text encoder is dropped.
         """
-        self.lifecycle.sleep(level)
+        self.lifecycle.sleep()
         self.encoder.unload()
         self.vae.to("cpu")
         if not self.shares_weights:
@@ -233,14 +233,6 @@ class DiffusersBackend:
         if not self.shares_weights:
             self.transformer.to(self.device)
         self.lifecycle.wake_up()
-
-    def pause(self) -> None:
-        """Refuse new requests."""
-        self.lifecycle.pause()
-
-    def resume(self) -> None:
-        """Take requests again."""
-        self.lifecycle.resume()
 
     def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """Cancel requests of a `generate` that runs in another thread: it raises `AbortedError`."""

@@ -46,7 +46,7 @@ class EngineWeights:
         """See `vLLMOmniHttpServer.update_lora`."""
         from .lora_request import make_request
 
-        with self._lifecycle.syncing(payload.version, lora=True), self._timed():
+        with self._lifecycle.syncing(payload.version), self._timed():
             number = next(self._numbers)
             facts = await self._rpc("bind_lora", make_request(payload, number, adapter, self._names), payload.version)
             if facts["equal"] != payload.numel:

@@ -189,32 +189,20 @@ class vLLMOmniHttpServer:
 
     async def weights_sum(self) -> str:
         """Content sum of the transformer's base weights (see `lora_sync.content_sum`)."""
-        self._must_be("weights_sum", "ready", "paused", "syncing")
+        self._must_be("weights_sum", "ready", "syncing")
         return str(await self._rpc("weights_sum"))
 
     async def facts(self) -> dict[str, Any]:
         """What the worker says about itself: policy version, LoRA layers and ids, prompts in the cache."""
-        self._must_be("facts", "ready", "paused", "syncing")
+        self._must_be("facts", "ready", "syncing")
         facts: dict[str, Any] = await self._rpc("engine_facts")
         return facts
 
     # ------------------------------------------------------------------------------------------------------ lifecycle
 
-    async def pause(self) -> None:
-        """Refuse new requests and wait until those in flight are finished."""
-        self.lifecycle.pause()
-        while self.lifecycle.in_flight:
-            await asyncio.sleep(0.002)
-        await self.engine.pause_generation(mode="keep")
-
-    async def resume(self) -> None:
-        """Take requests again."""
-        await self.engine.resume_generation()
-        self.lifecycle.resume()
-
-    async def sleep(self, level: int = 1) -> None:
+    async def sleep(self) -> None:
         """Free the GPU; weights wait in host memory."""
-        self.lifecycle.sleep(level)
+        self.lifecycle.sleep()
         await self.engine.sleep(level=1)
 
     async def wake_up(self) -> None:
