@@ -18,6 +18,7 @@ from fsdp_diffusers_engine import (
     TrainingWorker,
     TrainingWorkerConfig,
 )
+from fsdp_diffusers_engine.batch import mini_batches
 
 
 def test_fine_calls(make_worker: Any, make_batch: Any, tmp_path: Path) -> None:
@@ -72,9 +73,9 @@ def test_mini_batches_epochs_and_shuffling(make_worker: Any, make_batch: Any) ->
 
 def test_pairs_stay_together_under_shuffling(make_worker: Any, make_batch: Any) -> None:
     worker = make_worker(DiffusionLossConfig(loss_mode="dpo", dpo_beta=10.0), shuffle=True)
-    order = worker._order(8, 2, 1, 0)
-    assert sorted(order.flatten().tolist()) == list(range(8))
-    assert all(b == a + 1 and a % 2 == 0 for a, b in order.tolist())
+    order = torch.cat(mini_batches(worker.config.actor, 8, step=1))
+    assert sorted(order.tolist()) == list(range(8))
+    assert all(b == a + 1 and a % 2 == 0 for a, b in order.view(-1, 2).tolist())
     metrics = worker.train_mini_batch(make_batch(count=8))["metrics"]
     assert metrics["actor/count"] == 8  # pairs x two noise levels
     assert worker.engine.optimizer_steps == 2

@@ -5,6 +5,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray_trainer.trainer as loop
@@ -142,7 +143,7 @@ class Fakes:
 
     def __init__(self, phase, error, *, saves=True, closes=True):
         self.phase, self.error, self.saves, self.closes, self.samples = phase, error, saves, closes, 0
-        self.router = None
+        self.router, self.placement = None, SimpleNamespace(lines=[])
 
     def fail(self, phase):
         if phase == self.phase:
@@ -165,7 +166,10 @@ class Fakes:
             self.fail("report")
         return [0.0 if method is Worker.memory_gb else {}]
 
-    def update_actor(self, data, step, unit):
+    def write_rows(self, folder):
+        (folder / "rows_rank0.safetensors").touch()
+
+    def update_actor(self, data, step):
         self.fail("update")
         return {}
 

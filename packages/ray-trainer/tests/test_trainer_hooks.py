@@ -1,6 +1,5 @@
 """What the apps' hooks make of a scored batch, without Ray."""
 
-import asyncio
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,46 +9,25 @@ import flowgrpo.trainer as grpo
 import pytest
 import torch
 from diffusion_losses import DiffusionLossConfig
-from omni_rollout.batching import plan_batches
-from omni_rollout.samples import stacked
-from omni_rollout.types import GenerationRequest
-from ray_trainer import schema
 from ray_trainer.config import compose
 from ray_trainer.errors import TrainerError
-from ray_trainer.group import WorkerGroup, fill_up
 from ray_trainer.rules import check_experts, check_rules
-from ray_trainer.workers import ActorRolloutRefWorker
+from ray_trainer.workers import ActorRolloutRefWorker as Worker
 from sde_samplers import SamplerSettings
 from tensordict import NonTensorStack, TensorDict
 
 RECIPES = Path(str(files("flowgrpo"))) / "recipes"
 
 
-def trajectories(rows=64, window=5):
-    data = {
-        "latents": torch.arange(rows * window, dtype=torch.float32).view(rows, window, 1, 1).expand(-1, -1, 2, 3),
-        "step_index": torch.arange(window).expand(rows, -1),
-        "std": torch.arange(window, dtype=torch.float32).expand(rows, -1),
-        "rollout_log_probs": torch.arange(rows * window, dtype=torch.float32).view(rows, window),
-    }
-    data["next_latents"] = data["latents"] + 0.5
-    return TensorDict(data, batch_size=[rows])
-
-
 def test_a_random_share_of_the_steps_is_trained():
-    batch = trajectories()
-    chosen = grpo.choose_steps(batch, 0.6, seed=1, step=3)
-    assert chosen["step_index"].shape == (64, 3)
-    assert chosen["latents"].shape == (64, 3, 2, 3)
-    for key in schema.TRAJECTORY:  # every key follows the same choice
-        rows = torch.arange(64)[:, None]
-        assert torch.equal(chosen[key], batch[key][rows, chosen["step_index"]])
-    assert (chosen["step_index"].diff(dim=1) > 0).all()
-    assert len(chosen["step_index"].unique(dim=0)) > 5  # each sample has its own
-    assert torch.equal(grpo.choose_steps(batch, 0.6, seed=1, step=3)["step_index"], chosen["step_index"])
-    assert not torch.equal(grpo.choose_steps(batch, 0.6, seed=1, step=4)["step_index"], chosen["step_index"])
-    assert grpo.choose_steps(batch, 0.01, seed=1, step=3)["step_index"].shape == (64, 1)
-    assert grpo.choose_steps(batch, 1.0, seed=1, step=3) is batch
+    chosen = grpo.chosen_steps(64, 5, 0.6, seed=1, step=3)
+    assert chosen.shape == (64, 3)
+    assert (chosen.diff(dim=1) > 0).all()
+    assert len(chosen.unique(dim=0)) > 5  # each sample has its own
+    assert torch.equal(grpo.chosen_steps(64, 5, 0.6, seed=1, step=3), chosen)
+    assert not torch.equal(grpo.chosen_steps(64, 5, 0.6, seed=1, step=4), chosen)
+    assert grpo.chosen_steps(64, 5, 0.01, seed=1, step=3).shape == (64, 1)
+    assert grpo.chosen_steps(64, 5, 1.0, seed=1, step=3) is None
 
 
 class Config:
@@ -81,10 +59,9 @@ REWARDS = [0.0, 1.0, 0.5, 0.7, 0.7, 0.7, float("nan"), 0.2, 0.4]
 def test_flat_groups_are_kept_or_dropped_and_unscored_samples_always_leave(cls, flat, left, monkeypatch):
     monkeypatch.setattr(Config.algorithm, "flat_groups", flat)
     batch = scored(REWARDS)
-    batch["latents"] = torch.zeros(9, 2, 4)
     data, metrics = trainer(cls).compute_advantage(batch)
     assert data["final_latents"][:, 0].tolist() == left
-    assert data["advantages"].shape == (len(left), 2 if cls is grpo.RayFlowGRPOTrainer else 1)
+    assert data["advantages"].shape == (len(left), 1)
     assert data["advantages"][:3].sum() == pytest.approx(0, abs=1e-6)
     if flat == "keep":
         assert (data["advantages"][3:6] == 0).all()
@@ -102,21 +79,20 @@ def test_advantages_reach_the_loss_unclamped():
 
 
 class Workers:
-    """What the policy-gradient hooks ask of the workers: scores, and how many rows they were asked to score."""
+    """What the policy-gradient hooks ask of the workers: scores, and of how many rows."""
 
     def __init__(self):
         self.rows = []
 
-    def run_batch(self, method, batch):
-        self.rows.append(len(batch))
-        return TensorDict({"log_probs": torch.zeros(len(batch), 2), "means": batch["latents"]}, batch_size=[len(batch)])
+    def each(self, method, batch, *columns):
+        self.rows.append((method, len(batch), *map(len, columns)))
 
 
 @pytest.mark.parametrize("rewards", [REWARDS, [0.5] * 9])
 def test_dropped_rows_cost_no_forward(rewards, monkeypatch):
     monkeypatch.setattr(Config.algorithm, "flat_groups", "drop")
     monkeypatch.setattr(Config.algorithm, "old_log_probs", "trainer", raising=False)
-    monkeypatch.setattr(Config.algorithm, "step_fraction", 1.0, raising=False)
+    monkeypatch.setattr(Config.algorithm, "step_fraction", 0.5, raising=False)
 
     class actor:
         diffusion_loss = DiffusionLossConfig(ref_kl_coef=0.1)
@@ -127,39 +103,16 @@ def test_dropped_rows_cost_no_forward(rewards, monkeypatch):
     monkeypatch.setattr(Config, "actor", actor, raising=False)
     monkeypatch.setattr(Config, "trainer", loop, raising=False)
     batch = scored(rewards)
-    batch["latents"] = batch["next_latents"] = torch.randn(9, 2, 4)
-    batch["step_index"] = torch.zeros(9, 2, dtype=torch.int64)
-    batch["std"] = batch["rollout_log_probs"] = torch.ones(9, 2)
-    batch["sigmas"], batch["prompt_embeds"] = torch.ones(9, 4), torch.ones(9, 2, 3)
+    batch["settings"] = NonTensorStack(
+        *[SamplerSettings(64, 64, 4, kind="flow_sde", noise_level=0.7, window=(0, 1))] * 9
+    )
     made = trainer(grpo.RayFlowGRPOTrainer)
     made.workers = Workers()
     data, _ = made.prepare_update(batch, 0)
     left = 5 if rewards is REWARDS else 0
     assert len(data) == left
-    assert made.workers.rows == ([left, left] if left else [])
-
-
-@pytest.mark.parametrize("left", [1, 3, 8, 11])
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_what_is_left_deals_out_evenly_and_the_filling_counts_nowhere(left, workers):
-    batch = TensorDict({"row": torch.arange(left)}, batch_size=[left])
-    filled = fill_up(batch, workers)
-    assert len(filled) % workers == 0
-    counted = filled["mask"] if "mask" in filled.keys() else torch.ones(len(filled), dtype=torch.bool)  # noqa: SIM118
-    assert filled["row"][counted].tolist() == list(range(left))
-
-
-def test_old_log_probs_are_scored_in_batches_of_the_updates_size():
-    """Two workers, two mini-batches, micro-batches of 12: no batch of another shape may come up, whatever was dropped."""
-
-    def multiple(*changes):
-        group = WorkerGroup.__new__(WorkerGroup)
-        small = ["actor.ppo_micro_batch_size_per_gpu=12", "trainer.num_workers=2"]
-        group.config, group.size = compose("flowgrpo", RECIPES / "tiny_flow_grpo.yaml", [*small, *changes]), 2
-        return group._deal(1)
-
-    assert multiple("algorithm.old_log_probs=trainer") == 2 * 2 * 12
-    assert multiple("algorithm.old_log_probs=rollout") == 2
+    asked = [(Worker.choose_steps, 5, 5), (Worker.compute_log_prob, 5), (Worker.compute_ref_log_prob, 5)]
+    assert made.workers.rows == (asked if left else [])
 
 
 def noted(metrics, **changes):
@@ -236,26 +189,3 @@ def test_pairs_are_the_best_and_the_worst_of_a_prompt():
     assert data["final_latents"][:, 0].tolist() == [1, 0, 8, 7]
     assert (metrics["pairs/pairs"], metrics["pairs/tied_pairs"]) == (2, 1)
     assert metrics["pairs/reward_gap"] == pytest.approx(0.6)
-
-
-class Rank:
-    """A training process as the group sees it; it refuses what a backend refuses, and answers with numbers."""
-
-    def __init__(self):
-        self.shares = []
-
-    async def call(self, method, requests):
-        assert method is ActorRolloutRefWorker.generate
-        plan_batches(requests, 4)  # raises for a name that occurs twice
-        self.shares.append(len(requests))
-        return stacked([{"index": torch.tensor(request.index)} for request in requests])
-
-
-@pytest.mark.parametrize(("count", "ranks"), [(42, 8), (3, 2), (1, 4), (8, 4)])
-def test_a_chunk_that_does_not_divide_reaches_every_rank_once(count, ranks):
-    settings = SamplerSettings(64, 64, num_inference_steps=4)
-    requests = [GenerationRequest(f"r{i}", "u", i, "a circle", seed=0, settings=settings) for i in range(count)]
-    group = WorkerGroup.__new__(WorkerGroup)
-    group.size, group.workers = ranks, [Rank() for _ in range(ranks)]
-    assert asyncio.run(group.generate(requests))["index"].tolist() == list(range(count))
-    assert len({tuple(worker.shares) for worker in group.workers}) == 1  # all make the same passes

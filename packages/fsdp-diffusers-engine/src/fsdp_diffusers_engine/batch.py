@@ -6,6 +6,7 @@ as its non-tensor entry ``settings``, because it belongs to the samples and not 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from model_specs import PromptEmbeds
     from sde_samplers.settings import SamplerSettings
     from tensordict import TensorDict
+
+    from .config import DiffusionActorConfig
 
 
 PROMPTS = tuple(
@@ -132,6 +135,30 @@ def select(data: TensorDict | Mapping[str, Any], keys: tuple[str, ...], device: 
     present = set(data.keys())
     chosen = {key: data[key] for key in keys if key in present and isinstance(data[key], Tensor)}
     return {key: value.to(device, non_blocking=True) for key, value in chosen.items()}
+
+
+def mini_batches(
+    actor: DiffusionActorConfig, count: int, step: int, epoch: int = 0, planned: int | None = None
+) -> list[Tensor]:
+    """Row numbers of each mini-batch of ``count`` rows over all ranks: the same whatever the number of ranks.
+
+    ``planned`` asks for that many, whatever ``count``. Pairs stay together. The shuffle depends on the seed, the training step
+    and the epoch. Errors: :class:`EngineError` for fewer rows than mini-batches.
+    """
+    unit = 2 if actor.diffusion_loss.spec.paired else 1
+    pieces = math.ceil(count / actor.ppo_mini_batch_size)
+    if planned is not None:
+        pieces = max(min(planned, count // unit), 1)
+    if count % unit or count // unit < pieces:
+        raise EngineError(
+            f"there are {count} samples for {pieces} mini-batches (units of {unit}); give at least {pieces * unit}, or raise "
+            f"ppo_mini_batch_size={actor.ppo_mini_batch_size}"
+        )
+    units = torch.arange(count).view(-1, unit)
+    if actor.shuffle:
+        seed = hash((actor.data_loader_seed, step, epoch, 0)) % (2**63)
+        units = units[torch.randperm(len(units), generator=torch.Generator().manual_seed(seed))]
+    return [chosen.flatten() for chosen in torch.tensor_split(units, pieces)]
 
 
 def micro_batches(tensors: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:

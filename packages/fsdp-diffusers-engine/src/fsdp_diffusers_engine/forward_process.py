@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from . import batch, losses, objective
+from . import batch, losses, objective, sharding
 from .config import (
     CheckpointConfig,
     DiffusionModelConfig,
@@ -61,6 +60,10 @@ class ForwardProcess(Objective):
             near = nearest(self.config.levels, LEVELS, 1)
             raise EngineError(f"levels={self.config.levels!r} is unknown; use one of {LEVELS} (nearest {near})")
 
+    def reads(self, config: DiffusionLossConfig) -> tuple[str, ...]:
+        """See :class:`~.objective.Objective`."""
+        return ("final_latents", "sigmas")
+
     def prepare(
         self, policy: Policy, data: TensorDict, config: DiffusionLossConfig | None, training: bool
     ) -> tuple[list[dict[str, Any]], int]:
@@ -82,7 +85,8 @@ class ForwardProcess(Objective):
         own = losses.own_tensors(config, data)
         tensors = batch.select(data, ("final_latents", *batch.PROMPTS, *_PER_SAMPLE_OR_STEP, *own), policy.device)
         table = data["sigmas"] if "sigmas" in data.keys() else None  # noqa: SIM118
-        noise, sigma = self.draw(int(seed), x0, table, pairs, policy.layout.dp_group)
+        rows = data["noise_row"] if "noise_row" in data.keys() else sharding.first_row(len(x0), policy.layout.dp_group)  # noqa: SIM118
+        noise, sigma = self.draw(int(seed), x0, table, pairs, rows)
         count, steps = sigma.shape
         for key in own:  # one value, or one tensor, per sample: the same at every level
             tensors[key] = tensors[key].unsqueeze(1).expand(count, steps, *tensors[key].shape[1:])
@@ -102,9 +106,10 @@ class ForwardProcess(Objective):
         return [{**micro, "settings": settings} for micro in micros], steps
 
     def draw(
-        self, seed: int, x0: Tensor, sigmas: Tensor | None, pairs: bool, group: dist.ProcessGroup | None = None
+        self, seed: int, x0: Tensor, sigmas: Tensor | None, pairs: bool, rows: Tensor | int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Noise [B, W, …] and levels [B, W] for this rank's rows of the batch that ``group`` shares, fp32 on the CPU."""
+        """Noise [B, W, …] and levels [B, W], fp32 on the CPU. ``rows`` are the numbers of this rank's rows in the whole
+        mini-batch [B], or the first one's."""
         from sde_samplers import sample_generator
 
         config = self.config
@@ -113,9 +118,9 @@ class ForwardProcess(Objective):
             if sigmas is None:
                 raise EngineError("levels='schedule' draws from the sampler's sigmas, and the batch has none; add them")
             table = (sigmas if sigmas.ndim == 1 else sigmas[0]).cpu()[:-1]  # the last entry is exactly clean
-        first = _first_row(len(x0), group)
+        rows = rows if isinstance(rows, Tensor) else rows + torch.arange(len(x0))
         noise, levels = [], []
-        for row in range(first, first + len(x0)):
+        for row in rows.tolist():
             generator = sample_generator(seed, str(row // 2 if pairs else row), 0)
             drawn = _levels(config, table, generator)
             levels.append(drawn)
@@ -199,17 +204,6 @@ def _levels(config: ForwardProcessConfig, table: Tensor | None, generator: torch
         t = torch.sigmoid(config.logit_mean + config.logit_std * torch.randn(wanted, generator=generator))
     t = config.shift * t / (1.0 + (config.shift - 1.0) * t)
     return t.clamp(1e-3, 1.0)
-
-
-def _first_row(count: int, group: dist.ProcessGroup | None) -> int:
-    """Position of this rank's first row in the batch over all ranks."""
-    if group is None:
-        return 0
-    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
-    counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
-    counts[dist.get_rank(group)] = count
-    dist.all_reduce(counts, group=group)
-    return int(counts[: dist.get_rank(group)].sum())
 
 
 class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):

@@ -57,6 +57,10 @@ class Objective(ABC):
     """How a batch is prepared and scored. It holds no weights and no state, and is told whose policy it scores."""
 
     @abstractmethod
+    def reads(self, config: DiffusionLossConfig) -> tuple[str, ...]:
+        """What an update reads of a finished sample, beside its prompt and what :meth:`prepare` is given by the algorithm."""
+
+    @abstractmethod
     def prepare(
         self, policy: Policy, data: TensorDict, config: DiffusionLossConfig | None, training: bool
     ) -> tuple[list[dict[str, Any]], int]:

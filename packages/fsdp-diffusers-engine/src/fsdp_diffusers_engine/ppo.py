@@ -58,6 +58,11 @@ class Replay(Objective):
     A forward-only pass returns ``log_probs``, ``std`` [b, W] and ``means`` [b, W, …] per micro-batch.
     """
 
+    def reads(self, config: DiffusionLossConfig) -> tuple[str, ...]:
+        """See :class:`~.objective.Objective`."""
+        std = ("std",) if config.resolved_step_weighting == "noise_scale" else ()
+        return (*_TRAJECTORY, "rollout_log_probs", *std)
+
     def prepare(
         self, policy: Policy, data: TensorDict, config: DiffusionLossConfig | None, training: bool
     ) -> tuple[list[dict[str, Any]], int]:
@@ -79,8 +84,8 @@ class Replay(Objective):
             tensors["sigmas"] = tensors["sigmas"].expand(count, -1)
         for key, value in tensors.items():
             per_step = key in ("next_latents", "step_index", *_PER_STEP, *of_samples)
-            if key in of_samples and value.ndim == 1:
-                tensors[key] = value[:, None].expand(count, steps)
+            if key in of_samples and value.shape in ((count,), (count, 1)):
+                tensors[key] = value.reshape(count, 1).expand(count, steps)
             elif per_step and value.shape[:2] != (count, steps):
                 raise EngineError(
                     f"{key!r} is {list(value.shape)}; with latents {list(tensors['latents'].shape)} it must begin "

@@ -200,6 +200,17 @@ def average_gradients(parameters: Iterable[nn.Parameter], layout: Layout) -> Non
             parameter.grad = mean.view_as(parameter) if some else None
 
 
+def first_row(count: int, group: dist.ProcessGroup | None) -> int:
+    """Position of this rank's first row in the batch over all ranks, of which it holds ``count`` rows."""
+    if group is None:
+        return 0
+    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    counts[dist.get_rank(group)] = count
+    dist.all_reduce(counts, group=group)
+    return int(counts[: dist.get_rank(group)].sum())
+
+
 def all_reduce_number(value: float, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> float:
     """A number reduced over ``group``; itself when there is no group."""
     if group is None:

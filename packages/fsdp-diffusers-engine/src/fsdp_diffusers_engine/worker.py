@@ -164,64 +164,60 @@ class TrainingWorker:
         """Optimizer steps over this rank's samples: ``ppo_epochs`` passes in mini-batches of ``ppo_mini_batch_size``
         samples over all ranks.
 
-        Non-tensor data: ``global_step`` (seeds the shuffle and the noise). Returns a TensorDict whose ``metrics`` is one
-        dict of numbers for the call on this rank; ``forwards/train`` and ``forwards/no_grad`` among them are the rows that
-        were forwarded with and without gradients, per sample. Its ``statistics`` are the same in the form that pools over
-        ranks (``diffusion_losses.pool_statistics``).
+        A mini-batch is made of the same samples whatever the number of ranks. ``row`` int64 [b] says which sample of all
+        ranks' each one is, -1 one that is not trained; without it a rank's samples follow those of the ranks before. Ranks
+        with fewer samples of a mini-batch fill up with masked ones.
 
-        ``mini_batches`` (non-tensor data) asks for that many mini-batches whatever the number of samples, for a batch of
-        which some samples were left out: fewer samples then make smaller mini-batches, not fewer steps.
+        Non-tensor data: ``global_step`` (seeds the shuffle and the noise); ``mini_batches`` asks for that many whatever the
+        number of samples, for a batch of which some were left out: smaller mini-batches then, not fewer steps;
+        ``whole_micro_batches`` fills up the last micro-batch too.
+
+        Returns a TensorDict whose ``metrics`` is one dict of numbers for the call on this rank; ``forwards/train`` and
+        ``forwards/no_grad`` among them are the rows that were forwarded with and without gradients, per sample. Its
+        ``statistics`` are the same in the form that pools over ranks (``diffusion_losses.pool_statistics``).
         """
         engine, actor = self._engine, self.config.actor
-        step = int(batch.plain(data, "global_step", 0))
-        unit = 2 if actor.diffusion_loss.spec.paired else 1
-        total = int(sharding.all_reduce_number(data.batch_size[0], engine.layout.dp_group))
-        pieces = math.ceil(total / actor.ppo_mini_batch_size)
+        step, group = int(batch.plain(data, "global_step", 0)), self._engine.layout.dp_group
+        numbers_here = data.get("row", None)
+        if numbers_here is None:
+            numbers_here = sharding.first_row(len(data), group) + torch.arange(len(data))
+        mine = (numbers_here >= 0).nonzero()[:, 0]
+        total = int(sharding.all_reduce_number(len(mine), group))
+        place = torch.full((total,), -1)
+        place[numbers_here[mine]] = mine
+        multiple = actor.ppo_micro_batch_size_per_gpu if batch.plain(data, "whole_micro_batches", False) else 1
         planned = batch.plain(data, "mini_batches")
-        if planned is not None:
-            least = sharding.all_reduce_number(
-                data.batch_size[0] // unit, engine.layout.dp_group, torch.distributed.ReduceOp.MIN
-            )
-            pieces = max(min(int(planned), int(least)), 1)
-        if data.batch_size[0] // unit < pieces or data.batch_size[0] % unit:
-            raise EngineError(
-                f"this rank has {data.batch_size[0]} samples for {pieces} mini-batches (units of {unit}); "
-                f"give every rank at least {pieces * unit}, or raise ppo_mini_batch_size={actor.ppo_mini_batch_size}"
-            )
         loss, first = DiffusionLoss(actor.diffusion_loss), FirstUpdateLoss(actor.diffusion_loss)
         rows: list[dict[str, Any]] = []
+        samples = 0
         start = time.perf_counter()
         engine.forwards.take()
         with engine.train_mode():
             for epoch in range(actor.ppo_epochs):
-                order = self._order(data.batch_size[0], unit, step, epoch)
-                for number, chosen in enumerate(torch.tensor_split(order, pieces)):
-                    mini = self._sized(data[chosen.flatten()])
+                for number, chosen in enumerate(batch.mini_batches(actor, total, step, epoch, planned)):
+                    here = (place[chosen] >= 0).nonzero()[:, 0]
+                    most = int(sharding.all_reduce_number(len(here), group, dist.ReduceOp.MAX))
+                    mini = _filled(data[place[chosen][here]], data, -(-most // multiple) * multiple)
+                    mini["noise_row"] = torch.cat([here, torch.zeros(len(mini) - len(here), dtype=torch.long)])
+                    mini = self._sized(mini)
                     mini.set_non_tensor("noise_seed", _noise_seed(actor.data_loader_seed, step, epoch, number))
                     engine.optimizer_zero_grad()
                     rows += engine.forward_backward_batch(mini, first if epoch == number == 0 else loss)
                     rows.append(_step_statistics(engine.step()))
-        pooled = pool_statistics(rows) | self._speed(data, time.perf_counter() - start)
+                    samples += len(mini)
+        pooled = pool_statistics(rows) | self._speed(data, samples // actor.ppo_epochs, time.perf_counter() - start)
         result = TensorDict({}, batch_size=[])
         result.set_non_tensor("metrics", numbers(pooled))
         result.set_non_tensor("statistics", pooled)
         return result
-
-    def _order(self, count: int, unit: int, step: int, epoch: int) -> torch.Tensor:
-        """[units, unit] row numbers; pairs stay together."""
-        rows = torch.arange(count).view(-1, unit)
-        if not self.config.actor.shuffle:
-            return rows
-        seed = hash((self.config.actor.data_loader_seed, step, epoch, self.engine.layout.dp_rank)) % (2**63)
-        return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
 
     def _sized(self, data: TensorDict, size: int | None = None) -> TensorDict:
         data = data.copy()
         data.set_non_tensor("micro_batch_size", size or self.config.actor.ppo_micro_batch_size_per_gpu)
         return data
 
-    def _speed(self, data: TensorDict, seconds: float) -> dict[str, Statistic]:
-        rows, samples = self.engine.forwards.take(), data.batch_size[0]
+    def _speed(self, data: TensorDict, samples: int, seconds: float) -> dict[str, Statistic]:
+        rows = self.engine.forwards.take()
         train, no_grad = rows.per_sample(samples)
         flops = perf.training_flops(self.engine, rows, batch.settings_of(data), batch.text_tokens(data))
         return {
@@ -235,6 +231,18 @@ class TrainingWorker:
         """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _filled(mini: TensorDict, data: TensorDict, count: int) -> TensorDict:
+    """``count`` rows: those of ``mini``, and masked ones from the start of ``data``."""
+    missing = count - len(mini)
+    if not missing:
+        return mini
+    extra = data[torch.arange(missing) % len(data)]
+    masks = [part.get("mask", torch.ones(len(part), dtype=torch.bool)) for part in (mini, extra)]
+    mini, extra = mini.copy(), extra.copy()
+    mini["mask"], extra["mask"] = masks[0], torch.zeros_like(masks[1])
+    return TensorDict.cat([mini, extra])
 
 
 def _step_statistics(step: dict[str, float]) -> dict[str, Statistic]:

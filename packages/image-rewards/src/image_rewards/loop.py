@@ -18,7 +18,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
 
 from image_rewards.base import Reward, RewardResult, RewardSample
 from image_rewards.errors import RewardError, RewardTimeoutError, RewardWorkerError, check_counts, require
@@ -27,6 +29,17 @@ from image_rewards.ray_pool import Pool, import_ray
 from image_rewards.registry import absolute, use_folder
 
 Policy = Literal["required", "skip", "value"]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A picture in Ray's store, in the place of `RewardSample.image`: row `row` of the array behind `reference`.
+
+    The reward worker fetches it; whoever asks for the score need not.
+    """
+
+    reference: Any
+    row: int
 
 
 @dataclass
@@ -188,9 +201,8 @@ class RewardLoopManager:
 
     async def _attempt(self, slot: _Slot, replaced: int, jobs: list[_Job]) -> None:
         ray = import_ray()
-        samples = [job.sample for job in jobs]
         try:
-            reference = slot.actor.score.remote(samples)
+            reference = slot.actor.score.remote(*_by_number([job.sample for job in jobs]))
             results = await asyncio.wait_for(asyncio.wrap_future(reference.future()), self.timeout_s)
         except asyncio.CancelledError:
             for job in jobs:
@@ -277,15 +289,33 @@ class RewardLoopWorker:
             lost = "" if os.path.isdir(folder) else f" (the working folder {folder!r} is not on this machine; share it)"
             self._broken = f"{type(error).__name__}: {error}{lost}\n{traceback.format_exc()}"
 
-    def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """Results of `samples`, in order. Never raises: a failure is a failed result with the traceback's text."""
+    def score(self, samples: Sequence[RewardSample], *arrays: np.ndarray) -> list[RewardResult]:
+        """Results of `samples`, in order. Never raises: a failure is a failed result with the traceback's text.
+
+        A `Stored` picture is a row of one of the `arrays`, whose number stands where its reference was.
+        """
         if self._manager is None:
             return [RewardResult.failed(self._broken) for _ in samples]
-        return self._manager.score(samples)
+        return self._manager.score([_with_picture(sample, arrays) for sample in samples])
 
     def pid(self) -> int:
         """This process's id."""
         return os.getpid()
+
+
+def _by_number(samples: Sequence[RewardSample]) -> list[Any]:
+    """Samples whose `Stored` pictures name their array by number, and then the arrays: Ray fetches arguments alone."""
+    stored = [(i, image) for i, s in enumerate(samples) if isinstance(image := cast(Any, s.image), Stored)]
+    numbers = {reference: n for n, reference in enumerate(dict.fromkeys(image.reference for _, image in stored))}
+    bare: list[Any] = list(samples)
+    for i, image in stored:
+        bare[i] = replace(bare[i], image=Stored(numbers[image.reference], image.row))
+    return [bare, *numbers]
+
+
+def _with_picture(sample: RewardSample, arrays: Sequence[np.ndarray]) -> RewardSample:
+    image: Any = sample.image
+    return replace(sample, image=arrays[image.reference][image.row]) if isinstance(image, Stored) else sample
 
 
 def _shut_down() -> RewardResult:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from .config import DiffusionRolloutConfig
 from .loop_base import Client, Reward
 from .loops import get_agent_loop
-from .samples import Chunk, in_order
+from .samples import Chunk, in_order, pictures_of
 from .types import GenerationRequest
 
 if TYPE_CHECKING:
@@ -41,8 +39,9 @@ class DiffusionAgentLoopWorker:
         """Draw and score every request.
 
         Returns:
-            TensorDict [B] in the order of the requests: the keys of `samples`; seed, index int64 [B]; uid, prompt, metadata
-            and settings as lists; with a reward also rm_scores fp32 [B, 1], and `reward_components` and `reward_errors` as lists.
+            TensorDict [B] in the order of the requests: keys of `samples` that the client hands out; seed, index int64 [B];
+            uid, prompt, metadata and settings as lists; with a reward also rm_scores fp32 [B, 1], and `reward_components` and
+            `reward_errors` as lists.
 
         Raises:
             RolloutError: a sample could not be drawn; the others are cancelled, none is dropped in silence.
@@ -53,7 +52,7 @@ class DiffusionAgentLoopWorker:
             async for places, samples in self.loop.run(requests):
                 chunks.append((places, samples))
                 if self.reward is not None:
-                    for place, picture in zip(places, samples["responses"].numpy(), strict=True):
+                    for place, picture in zip(places, pictures_of(samples), strict=True):
                         scoring[place] = asyncio.ensure_future(self._score(requests[place], picture))
                 for task in scoring.values():
                     if task.done():
@@ -70,9 +69,7 @@ class DiffusionAgentLoopWorker:
             _add_scores(batch, [scoring[place].result() for place in range(len(requests))])
         return batch
 
-    async def _score(
-        self, request: GenerationRequest, picture: np.ndarray
-    ) -> tuple[float, dict[str, float], str | None]:
+    async def _score(self, request: GenerationRequest, picture: Any) -> tuple[float, dict[str, float], str | None]:
         assert self.reward is not None
         return await self.reward(picture, request.prompt, request.metadata, request.uid, request.index)
 

@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
 from lora_sync import WeightReceipt
 from torch import Tensor
 
-from .samples import Chunk
+from .samples import Chunk, Rows
 from .types import GenerationRequest
 
 if TYPE_CHECKING:
@@ -47,6 +48,10 @@ class RolloutBackend(Protocol):
 
     def generate(self, requests: Sequence[GenerationRequest]) -> TensorDict:
         """Their samples, in order; see `samples` for the keys. Raises `LifecycleError` unless the backend is ready."""
+        ...
+
+    def draw(self, requests: Sequence[GenerationRequest]) -> tuple[dict[str, np.ndarray], np.ndarray, Rows]:
+        """The same in three, see `samples.parted`: a caller in another process need not fetch all of them."""
         ...
 
     def update_lora(self, payload: Any, adapter: str = "default") -> Any:
@@ -94,3 +99,7 @@ class BackendClient:
         for start in range(0, len(requests), self.batch_size):
             places = list(range(start, min(start + self.batch_size, len(requests))))
             yield places, await asyncio.to_thread(self.backend.generate, [requests[place] for place in places])
+
+    async def final_latents(self, samples: TensorDict) -> Tensor:
+        """See `loop_base.Client`."""
+        return samples["final_latents"]

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from lora_sync import WeightReceipt
 from sde_samplers import SamplerSettings, SigmaSchedule, Trajectory, from_diffusers, rollout, thin_tail
@@ -26,7 +27,7 @@ from .errors import AbortedError, RolloutConfigError
 from .lifecycle import Lifecycle
 from .module_weights import AdapterContext, ModuleWeights
 from .noise import clean_latents, generators_of, start_noise
-from .samples import denoised, in_order
+from .samples import Rows, denoised, in_order, parted
 from .specs import spec_of
 from .types import GenerationRequest
 
@@ -120,6 +121,10 @@ class DiffusersBackend:
                 with self._abort_lock:
                     self._running -= ids
                     self._aborted -= ids
+
+    def draw(self, requests: Sequence[GenerationRequest]) -> tuple[dict[str, np.ndarray], np.ndarray, Rows]:
+        """See `samples.parted`."""
+        return parted(requests, self.generate(requests))
 
     @torch.no_grad()
     def _generate_batch(self, batch: list[GenerationRequest]) -> TensorDict:

@@ -16,7 +16,7 @@ import torch
 
 from .errors import RolloutConfigError
 from .loop_base import DiffusionAgentLoop
-from .samples import Chunk
+from .samples import Chunk, pictures_of
 from .types import GenerationRequest
 
 if TYPE_CHECKING:
@@ -46,11 +46,14 @@ class DiffusionJudgeEditAgentLoop(DiffusionAgentLoop):
                     for (position, _), score in zip(members, scores, strict=True):
                         first.setdefault(position, score)
                     keep = [row for row, score in enumerate(scores) if score >= GOOD_ENOUGH]
-                    again += [
-                        (position, edited(requests[position], samples["final_latents"][row], number + 1))
-                        for row, (position, _) in enumerate(members)
-                        if row not in keep
-                    ]
+                    worse = [row for row in range(len(members)) if row not in keep]
+                    if worse:
+                        clean = await self.client.final_latents(samples[torch.tensor(worse)])
+                        positions = [members[row][0] for row in worse]
+                        again += [
+                            (position, edited(requests[position], latents, number + 1))
+                            for position, latents in zip(positions, clean, strict=True)
+                        ]
                 if keep:
                     kept = samples[torch.tensor(keep)]
                     positions = [members[row][0] for row in keep]
@@ -65,7 +68,7 @@ class DiffusionJudgeEditAgentLoop(DiffusionAgentLoop):
         assert self.reward is not None
         asked = (
             self.reward(picture, request.prompt, request.metadata, request.uid, request.index)
-            for (_, request), picture in zip(members, samples["responses"].numpy(), strict=True)
+            for (_, request), picture in zip(members, pictures_of(samples), strict=True)
         )
         return [score for score, _, _ in await asyncio.gather(*asked)]
 

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .config import DiffusionRolloutConfig
 from .samples import Chunk
 from .types import GenerationRequest
 
-#: `await reward(image uint8 [C,H,W] | [T,C,H,W], prompt, metadata, uid, index) -> (score, components, error or None)`
-Reward = Callable[
-    [np.ndarray, str, Mapping[str, Any], str, int], Awaitable[tuple[float, dict[str, float], "str | None"]]
-]
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from torch import Tensor
+
+#: `await reward(image uint8 [C,H,W] | [T,C,H,W], prompt, metadata, uid, index) -> (score, components, error or None)`;
+#: the image is what `samples.pictures_of` gave.
+Reward = Callable[[Any, str, Mapping[str, Any], str, int], Awaitable[tuple[float, dict[str, float], "str | None"]]]
 
 
 class Client(Protocol):
     """Where samples come from: a `Router` over replicas, or a trainer's own weights."""
 
     def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
-        """Draw all of them; chunks come as they are finished, each request in exactly one."""
+        """Draw all of them; chunks come as they are finished, each request in exactly one.
+
+        A client may keep all but `samples.FACTS` and the pictures (see `samples.pictures_of`) to itself.
+        """
+        ...
+
+    async def final_latents(self, samples: TensorDict) -> Tensor:
+        """[b, …] of samples that it drew."""
         ...
 
 

@@ -61,18 +61,23 @@ class Remote:
     async def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R: ...
     async def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call and wait; errors are this package's (see `typed_error`)."""
-        return await self._answer(getattr(self.actor, method.__name__), *args, **kwargs)
+        return await self._answer(self.submit(method, *args, **kwargs))
+
+    async def parts(self, method: Callable[..., Any], *args: Any, returns: int) -> list[Any]:
+        """`call` of a method that returns a tuple: its first part, and references to the others, which stay where they are."""
+        several = getattr(self.actor, method.__name__).options(num_returns=returns)
+        first, *others = several.remote(*args)
+        return [await self._answer(first), *others]
 
     async def aside(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """`call` that does not queue behind the actor's work."""
         remote = getattr(self.actor, method.__name__)
-        return await self._answer(
-            remote if self.asynchronous else remote.options(concurrency_group=ASIDE), *args, **kwargs
-        )
+        remote = remote if self.asynchronous else remote.options(concurrency_group=ASIDE)
+        return await self._answer(remote.remote(*args, **kwargs))
 
-    async def _answer(self, remote: Any, *args: Any, **kwargs: Any) -> Any:
+    async def _answer(self, reference: Any) -> Any:
         try:
-            return await remote.remote(*args, **kwargs)
+            return await reference
         except asyncio.CancelledError:
             raise
         except Exception as error:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from lora_sync import WeightReceipt
 from torch import Tensor
 
@@ -43,6 +44,11 @@ class Replica(ABC):
         Raises `ReplicaError` for a failure of the replica, `RolloutConfigError` for a bad request.
         """
         return await self.backend.call(RolloutBackend.generate, requests)
+
+    async def draw(self, requests: Sequence[GenerationRequest]) -> tuple[dict[str, np.ndarray], Any, Any]:
+        """The same, of which only the facts come here: (facts, reference to the pictures, reference to the `Rows`)."""
+        facts, pictures, rows = await self.backend.parts(RolloutBackend.draw, requests, returns=3)
+        return facts, pictures, rows
 
     async def update_lora(self, payload: Any, adapter: str = "default") -> Any:
         """Bind a `LoRAPayload`, or the one that a Ray reference stands for; returns its `LoRAReceipt`."""

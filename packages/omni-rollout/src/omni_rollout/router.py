@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from .config import RouterConfig
 from .errors import DeadlineError, LifecycleError, ReplicaDeadError, ReplicaError, RolloutError
 from .replica import Replica
-from .samples import Chunk
 from .types import GenerationRequest
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+    from torch import Tensor
 
 Restart = Callable[[int], Awaitable[Replica]]
 DEPTH = 2
@@ -65,14 +65,14 @@ class Router:
         self._open = True
         self._waiters: list[asyncio.Future[None]] = []
 
-    async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
-        """Draw all of them; batches come as they are finished.
+    async def stream(self, requests: Sequence[GenerationRequest], *, apart: bool = False) -> AsyncIterator[Any]:
+        """Draw all of them; batches come as they are finished, from `Replica.generate`, or `apart` from `Replica.draw`.
 
         Raises `DeadlineError` or the last `ReplicaError` once all attempts of a batch failed; `RolloutConfigError` at once.
         """
         size = min(replica.batch_size for replica in self.replicas)
         todo = deque(_Work([*range(i, min(i + size, len(requests)))]) for i in range(0, len(requests), size))
-        running: dict[asyncio.Task[TensorDict], _Work] = {}
+        running: dict[asyncio.Task[Any], _Work] = {}
         try:
             while todo or running:
                 self._revive()
@@ -81,7 +81,7 @@ class Router:
                     batch = [requests[i] for i in work.places]
                     if work.attempt:  # a name of its own: the last attempt may still be cancelled under its old one
                         batch = [r.replace(request_id=f"{r.request_id}~{work.attempt}") for r in batch]
-                    running[self._send(place, batch)] = work
+                    running[self._send(place, batch, apart)] = work
                 change, began = asyncio.ensure_future(self._change()), time.monotonic()
                 try:
                     await asyncio.wait({*running, change}, return_when=asyncio.FIRST_COMPLETED)
@@ -107,27 +107,31 @@ class Router:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    def _send(self, place: int, batch: list[GenerationRequest]) -> asyncio.Task[TensorDict]:
+    async def final_latents(self, samples: TensorDict) -> Tensor:
+        """See `loop_base.Client`."""
+        return samples["final_latents"]
+
+    def _send(self, place: int, batch: list[GenerationRequest], apart: bool) -> asyncio.Task[Any]:
         replica = self.replicas[place]
 
-        def done(_: asyncio.Task[TensorDict]) -> None:
+        def done(_: asyncio.Task[Any]) -> None:
             if self.replicas[place] is replica:  # and not another one, which came in its place
                 self._load[place] -= 1
             self._wake()
 
-        task = asyncio.ensure_future(self._attempt(place, replica, batch))
+        task = asyncio.ensure_future(self._attempt(place, replica, batch, apart))
         self._load[place] += 1
         task.add_done_callback(done)
         return task
 
-    async def _attempt(self, place: int, replica: Replica, batch: list[GenerationRequest]) -> TensorDict:
+    async def _attempt(self, place: int, replica: Replica, batch: list[GenerationRequest], apart: bool) -> Any:
         # The deadline is that of a batch's own work and of the one batch that may lie before it. It starts again whenever the
         # replica finishes a batch: one that is slow is not one that hangs.
         limit, waiting = DEPTH * self.config.request_timeout_s, self._waiting[replica]
         try:
             async with asyncio.timeout(limit or None) as deadline:
                 waiting.add(deadline)
-                samples = await replica.generate(batch)
+                samples = await (replica.draw if apart else replica.generate)(batch)
                 for other in waiting if limit else ():
                     if not other.expired():
                         other.reschedule(asyncio.get_running_loop().time() + limit)

@@ -12,9 +12,11 @@ batch_rows int64 [B] (samples that it was denoised with)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from .types import GenerationRequest
 
 if TYPE_CHECKING:
     from sde_samplers import SigmaSchedule, Trajectory
+    from sde_samplers.settings import SamplerSettings
     from tensordict import TensorDict
 
 Chunk = tuple[list[int], "TensorDict"]
@@ -32,6 +35,10 @@ Chunk = tuple[list[int], "TensorDict"]
 _FP32 = ("latents", "next_latents", "sigmas", "std", "means", "final_latents", "rollout_log_probs")
 #: Padded to the longest row, with their masks.
 _PADDED = tuple(f"{prefix}prompt_embeds{mask}" for prefix in ("", "negative_") for mask in ("", "_mask"))
+PROMPTS = (*_PADDED, "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+"""Keys of the prompts' tensors, which all samples of a prompt share."""
+FACTS = ("policy_version", "forwards", "batch_rows")
+"""Numbers about a sample that whoever asked for it wants to know."""
 
 
 def denoised(
@@ -133,3 +140,77 @@ def _widened(part: TensorDict, widths: dict[str, int]) -> TensorDict:
         if missing:
             part[key] = torch.nn.functional.pad(value, (0, 0) * (value.ndim - 2) + (0, missing))
     return part
+
+
+def pictures_of(samples: TensorDict) -> Sequence[Any]:
+    """The picture of each sample: an array, or whatever stands for it where pictures stay in other processes."""
+    pictures = samples["responses"]
+    return list(pictures.numpy()) if isinstance(pictures, Tensor) else list(pictures)
+
+
+@dataclass
+class Rows:
+    """What an update needs of some samples, in the form that crosses processes.
+
+    Pickled, its tensors are arrays of their own size, which Ray moves out of band; a view never takes its whole storage along.
+
+    Attributes:
+        tensors: [b, …] each, without the prompts'.
+        uids: of the samples' prompts.
+        settings: how each sample was drawn.
+        prompts: of each uid the tensors [s, …], without padding, once.
+    """
+
+    tensors: dict[str, Tensor]
+    uids: list[str]
+    settings: list[SamplerSettings]
+    prompts: dict[str, dict[str, Tensor]]
+
+    @classmethod
+    def of(cls, requests: Sequence[GenerationRequest], samples: TensorDict) -> Rows:
+        """Of finished samples; their pictures and `FACTS` are left out."""
+        names = [str(name) for name in samples.keys() if name not in (*PROMPTS, *FACTS, "responses")]  # noqa: SIM118
+        uids = [request.uid for request in requests]
+        first = {uid: place for place, uid in reversed(list(enumerate(uids)))}
+        prompts = {uid: _prompt(samples, place) for uid, place in first.items()}
+        return cls({name: samples[name] for name in names}, uids, [r.settings for r in requests], prompts)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **vars(self),
+            "tensors": {name: _array(value) for name, value in self.tensors.items()},
+            "prompts": {uid: {k: _array(v) for k, v in one.items()} for uid, one in self.prompts.items()},
+        }
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self.tensors = {name: _tensor(*value) for name, value in state["tensors"].items()}
+        self.prompts = {uid: {k: _tensor(*v) for k, v in one.items()} for uid, one in state["prompts"].items()}
+
+
+def _prompt(samples: TensorDict, place: int) -> dict[str, Tensor]:
+    found = {name: samples[name][place] for name in PROMPTS if name in samples.keys()}  # noqa: SIM118
+    for prefix in ("", "negative_"):
+        mask = found.get(f"{prefix}prompt_embeds_mask")
+        if mask is not None:
+            length = int(mask.sum())
+            for name in (f"{prefix}prompt_embeds", f"{prefix}prompt_embeds_mask"):
+                found[name] = found[name][:length]
+    return {name: value.clone() for name, value in found.items()}
+
+
+def _array(value: Tensor) -> tuple[np.ndarray, torch.dtype]:
+    plain = value.detach().cpu().contiguous()
+    return (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy(), value.dtype
+
+
+def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(array.copy()).view(dtype)  # Ray's memory is read-only, and is given back
+
+
+def parted(
+    requests: Sequence[GenerationRequest], samples: TensorDict
+) -> tuple[dict[str, np.ndarray], np.ndarray, Rows]:
+    """Samples in three: their `FACTS`, their pictures, and the rest, which may go to different processes."""
+    facts = {name: samples[name].numpy() for name in FACTS}
+    return facts, samples["responses"].contiguous().numpy(), Rows.of(requests, samples)

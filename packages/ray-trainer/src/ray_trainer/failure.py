@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict
 
+from ray_trainer.pictures import fetched
 from ray_trainer.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -23,9 +24,16 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
 
 
 def record_failure(
-    root: Path, step: int, error: BaseException, batch: TensorDict | None, prompts: Sequence[Prompt] = ()
+    root: Path,
+    step: int,
+    error: BaseException,
+    batch: TensorDict | None,
+    prompts: Sequence[Prompt] = (),
+    rows: Callable[[Path], object] | None = None,
 ) -> tuple[Path, list[str]]:
     """Write the traceback, the step's prompts, and the batch as far as it had come, into `root/step_000012`.
+
+    `rows`, when given, lets the workers write theirs into that folder.
 
     Returns:
         That folder (`error.txt`, `prompts.json`, and with a batch also `batch.safetensors` for its tensors and `batch.json` for
@@ -49,7 +57,7 @@ def record_failure(
         rest: dict[str, Any] = {}
         for key in batch.keys():  # noqa: SIM118 - a TensorDict iterates over rows
             try:
-                value = batch[key]
+                value = fetched(batch[key]) if key == "responses" else batch[key]
                 plain = _plain(value) if isinstance(value, torch.Tensor) else None
             except Exception as second:
                 value, plain = f"could not be read: {words(second)}", None
@@ -57,8 +65,10 @@ def record_failure(
                 rest[str(key)] = value
             else:
                 tensors[str(key)] = plain
-        attempt("batch.safetensors", lambda file: _write_tensors(file, tensors))
+        attempt("batch.safetensors", lambda file: write_tensors(file, tensors))
         attempt("batch.json", lambda file: _write_json(file, rest))
+        if rows is not None:
+            attempt("rows", lambda file: rows(file.parent))
     return folder, lost
 
 
@@ -69,7 +79,8 @@ def _plain(value: torch.Tensor) -> torch.Tensor | None:
     return value.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
-def _write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+def write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """A safetensors file, or none."""
     from safetensors.torch import save_file
 
     try:

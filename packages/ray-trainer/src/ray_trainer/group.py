@@ -1,16 +1,23 @@
-"""All training processes of a run, as one: calls that reach every one of them, and batches that are split over them."""
+"""All training processes of a run, as one: calls that reach all of them, and which of them draws, keeps and trains which row.
+
+A batch of the driver names each row by the rank that keeps it (`owner`) and its `slot` there; the row itself does not come here.
+A rank is a data-parallel one: several workers where sequence parallelism shares a sample's tokens, and they all do the same.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from diffusion_losses import numbers, pool_statistics
+from fsdp_diffusers_engine.batch import mini_batches
 from omni_rollout.remote import ASIDE, Remote
-from omni_rollout.samples import in_order
 from omni_rollout.types import GenerationRequest
 from tensordict import TensorDict
 
@@ -38,7 +45,7 @@ class WorkerGroup:
     def __init__(self, config: RunConfig):
         import ray
 
-        self._ray, self.config, self.size = ray, config, config.trainer.num_workers
+        self._ray, self.config, size = ray, config, config.trainer.num_workers
         self.gang, use_gpu = reserve(config, CPUS)
         remote: Any = ray.remote  # its types know no concurrency groups
         # The update fills the card's memory with activations, whose sizes change: fixed segments would leave gaps of a tenth.
@@ -51,12 +58,10 @@ class WorkerGroup:
         )(Worker)
         self.workers = [
             Remote(
-                actor.options(scheduling_strategy=self.gang.strategy(rank)).remote(
-                    config, rank=rank, world_size=self.size
-                ),
+                actor.options(scheduling_strategy=self.gang.strategy(rank)).remote(config, rank=rank, world_size=size),
                 f"worker-{rank}",
             )
-            for rank in range(self.size)
+            for rank in range(size)
         ]
         try:
             # Once per machine first: a model from the Hub is downloaded there once.
@@ -64,7 +69,7 @@ class WorkerGroup:
             needs = ray.get([worker.submit(Worker.needs, text_bound(config)) for worker in firsts])[0]
             self.placement = place(config, self.gang.machines, needs, min(self.call(Worker.card_bytes)))
             # Rank 0 names the place where the process group meets.
-            meeting = ray.get(self.workers[0].submit(Worker.meeting_point)) if self.size > 1 else None
+            meeting = ray.get(self.workers[0].submit(Worker.meeting_point)) if size > 1 else None
             self.call(Worker.init_model, meeting, self.placement.sharding, self.placement.fsdp_size)
         except Exception:
             self.close()
@@ -75,53 +80,127 @@ class WorkerGroup:
         answers: list[R] = self._ray.get([worker.submit(method, *args, **kwargs) for worker in self.workers])
         return answers
 
-    def run_batch(self, method: Callable[[Worker, TensorDict], TensorDict], batch: TensorDict) -> TensorDict:
-        """Split the rows over the workers, call, and put the answers together again."""
-        return TensorDict.cat(self._scatter(method, fill_up(batch, self._deal(1))))[: len(batch)]
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return len(self.workers) // self._together
 
-    def update_actor(self, batch: TensorDict, step: int, unit: int = 1) -> dict[str, float]:
-        """Optimizer steps on every worker with its share of the rows; `unit` rows belong together."""
-        statistics = self._scatter(Worker.update_actor, fill_up(batch, self._deal(unit)), step)
-        return numbers(pool_statistics(statistics, over_ranks=True))
+    @property
+    def _together(self) -> int:
+        return self.config.actor.fsdp_config.ulysses_sequence_parallel_size
 
-    def _deal(self, unit: int) -> int:
-        """What the number of rows must divide by.
+    def of_rank(self, rank: int) -> list[Remote]:
+        """The workers of a data-parallel rank; the first of them answers for it."""
+        return self.workers[rank * self._together : (rank + 1) * self._together]
 
-        Every worker gets as many. Where the trainer scores old log-probs itself, they are scored in batches of the update's
-        size, on which the last bits depend: there no micro-batch may be smaller than the others.
+    # ---- rows ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def mini_batches(self) -> int:
+        """Of a pass over a whole batch. One of which rows were left out has as many: what published codes do."""
+        return updates_per_step(self.config) // self.config.actor.ppo_epochs
+
+    def deal(self, count: int) -> list[list[int]]:
+        """Which of `count` rows each rank draws: as many of every mini-batch as the others, and next to each other there."""
+        dealt: list[list[int]] = [[] for _ in range(self.ranks)]
+        for mini_batch in np.array_split(np.arange(count), self.mini_batches):
+            for rank, part in enumerate(np.array_split(mini_batch, self.ranks)):
+                dealt[rank] += part.tolist()
+        return dealt
+
+    async def generate(self, rank: int, requests: Sequence[GenerationRequest]) -> tuple[dict[str, np.ndarray], Any]:
+        """Draw on one rank, which keeps the rows: what `Worker.generate` answers, the pictures as Ray's reference.
+
+        Every forward pass of a sharded module gathers shards from all ranks: each must be asked as often as the others.
         """
-        actor, multiple = self.config.actor, unit * self.size
-        if not actor.diffusion_loss.spec.replays or self.config.algorithm.old_log_probs == "rollout":
-            return multiple
-        mini_batches = updates_per_step(self.config) // actor.ppo_epochs
-        return multiple * actor.ppo_micro_batch_size_per_gpu * mini_batches
+        answers = [worker.parts(Worker.generate, requests, returns=2) for worker in self.of_rank(rank)]
+        facts, pictures = (await asyncio.gather(*answers))[0]
+        return facts, pictures
 
-    def _scatter(self, method: Callable[..., R], batch: TensorDict, *args: Any) -> list[R]:
-        parts = batch.split(len(batch) // self.size, dim=0)
-        calls = [worker.submit(method, part, *args) for worker, part in zip(self.workers, parts, strict=True)]
-        answers: list[R] = self._ray.get(calls)
-        return answers
+    async def keep(self, rank: int, rows: Any, which: Sequence[int]) -> list[int]:
+        """Give a rank some rows of `omni_rollout.samples.Rows`, or of a reference to them; their slots there."""
+        answers = [worker.call(Worker.keep, rows, which) for worker in self.of_rank(rank)]
+        return (await asyncio.gather(*answers))[0]
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> TensorDict:
-        """Samples of one batch, drawn by all workers together: every forward pass of a sharded module gathers shards from all.
-
-        Requests are dealt out evenly; where they do not divide, the last one is repeated, and the repetitions are dropped.
-        """
-        share = -(-len(requests) // self.size)
-        last, missing = requests[-1], share * self.size - len(requests)
-        # Names of their own: no backend takes two requests of one name in a call.
-        padded = [*requests, *(last.replace(request_id=f"{last.request_id}+{number}") for number in range(missing))]
-        calls: list[Awaitable[TensorDict]] = [
-            worker.call(Worker.generate, padded[rank * share : (rank + 1) * share])
-            for rank, worker in enumerate(self.workers)
+    async def final_latents(self, batch: TensorDict) -> torch.Tensor:
+        """[b, …] of rows that are kept: for agent loops, which then send them on."""
+        owners, slots = batch["owner"].tolist(), batch["slot"].tolist()
+        asked = [
+            self.of_rank(owner)[0].aside(Worker.final_latents, slot) for owner, slot in zip(owners, slots, strict=True)
         ]
-        parts = await asyncio.gather(*calls)
-        places = [list(range(rank * share, (rank + 1) * share)) for rank in range(self.size)]
-        return in_order(list(zip(places, parts, strict=True)))[: len(requests)]
+        return torch.stack(await asyncio.gather(*asked))
 
     async def abort(self, request_ids: Sequence[str]) -> int:
         """Cancel requests in flight on every worker."""
         return sum(await asyncio.gather(*(worker.aside(Worker.abort, request_ids) for worker in self.workers)))
+
+    def each(self, method: Callable[..., R], batch: TensorDict, *columns: torch.Tensor) -> list[R]:
+        """Call a method on every worker with the slots of the batch's rows there, and their rows of the columns."""
+        answers: list[R] = self._ray.get(
+            [
+                worker.submit(method, batch["slot"][mine].numpy(), *(column[mine].numpy() for column in columns))
+                for rank in range(self.ranks)
+                for mine in [(batch["owner"] == rank).nonzero()[:, 0]]
+                for worker in self.of_rank(rank)
+            ]
+        )
+        return answers
+
+    def update_actor(self, batch: TensorDict, step: int) -> dict[str, float]:
+        """Optimizer steps over the rows of `batch`, each on the rank that keeps it; metrics of all ranks together."""
+        loss = self.config.actor.diffusion_loss
+        names = ("advantages", "mask", "step_weights", "rollout_weights", *loss.own_tensors)
+        small = {name: batch[name].numpy() for name in names if name in batch.keys()}  # noqa: SIM118
+        owner, slot = self._balanced(batch["owner"].numpy(), batch["slot"].numpy(), step)
+        calls = []
+        for rank in range(self.ranks):
+            mine = np.flatnonzero(owner == rank)
+            part = {name: values[mine] for name, values in small.items()}
+            calls += [
+                worker.submit(Worker.update_actor, slot[mine].tolist(), mine, part, step)
+                for worker in self.of_rank(rank)
+            ]
+        statistics = self._ray.get(calls)
+        return numbers(pool_statistics(statistics[:: self._together], over_ranks=True))
+
+    def _balanced(self, owner: np.ndarray, slot: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Owner and slot of each row after some have moved, so that pairs lie together and ranks share every mini-batch evenly.
+
+        A row stays where it is as far as its rank has room; the others move from worker to worker. Where there are several
+        epochs with a shuffle, this holds for the first.
+        """
+        actor = self.config.actor
+        unit, wanted = 2 if actor.diffusion_loss.spec.paired else 1, owner.copy()
+        for rows in mini_batches(actor, len(owner), step, planned=self.mini_batches):
+            units = rows.view(-1, unit).numpy()
+            room = [-(-len(units) // self.ranks)] * self.ranks
+            late = []
+            for members in units:
+                home = owner[members[0]]
+                if room[home] > 0:
+                    room[home] -= 1
+                    wanted[members] = home
+                else:
+                    late.append(members)
+            free = [rank for rank, left in enumerate(room) for _ in range(left)]
+            for members, rank in zip(late, free, strict=False):
+                wanted[members] = rank
+        moves = defaultdict(list)
+        for row in np.flatnonzero(owner != wanted).tolist():
+            moves[owner[row], wanted[row]].append(row)
+        moved, taken = slot.copy(), []
+        for (here, there), places in moves.items():
+            given: Any = self.of_rank(here)[0].submit(Worker.give, slot[places].tolist())
+            first, *_ = [worker.submit(Worker.keep, given) for worker in self.of_rank(there)]
+            taken.append((places, first))
+        for places, slots in taken:
+            moved[places] = self._ray.get(slots)
+        return wanted, moved
+
+    def write_rows(self, folder: Path) -> None:
+        """Let every worker write the rows that it keeps into a folder."""
+        calls = [worker.submit(Worker.write_rows, str(folder)) for worker in self.workers]
+        self._ray.get(calls, timeout=60)  # one that hangs may have caused all this
 
     def lora_payload(self, adapter: str, version: int) -> tuple[LoRAPayload, Any]:
         """The adapter, gathered from all workers, and its reference in Ray's store, whose memory it is."""
@@ -151,16 +230,3 @@ class WorkerGroup:
         for worker in self.workers:
             self._ray.kill(worker.actor)
         self.gang.release()
-
-
-def fill_up(batch: TensorDict, multiple: int) -> TensorDict:
-    """The batch with rows repeated from its start until its length divides; the repetitions are masked out of the loss."""
-    missing = -len(batch) % multiple
-    if not missing:
-        return batch
-    batch = batch.copy()
-    if "mask" not in batch.keys():  # noqa: SIM118 - `in` on a TensorDict means something else
-        batch["mask"] = torch.ones(len(batch), dtype=torch.bool)
-    extra = batch[torch.arange(missing) % len(batch)]
-    extra["mask"] = torch.zeros_like(extra["mask"])
-    return TensorDict.cat([batch, extra])

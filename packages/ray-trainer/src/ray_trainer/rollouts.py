@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from image_rewards import RewardSample
 from image_rewards.loop import RewardLoopManager
 from omni_rollout.agent_loop import DiffusionAgentLoopWorker
@@ -88,7 +87,7 @@ class Rollouts:
         self._faults: dict[str, float] = {}
 
     async def _reward(
-        self, image: np.ndarray, prompt: str, metadata: Mapping[str, Any], uid: str, index: int
+        self, image: Any, prompt: str, metadata: Mapping[str, Any], uid: str, index: int
     ) -> tuple[float, dict[str, float], str | None]:
         sample = RewardSample(image=image, prompt=prompt, metadata=dict(metadata), uid=uid, index=index)
         result = await self.rewards.score(sample)
@@ -105,7 +104,8 @@ class Rollouts:
         """Draw and score `n` samples of each (uid, prompt).
 
         Returns:
-            TensorDict [B = len(rows)·n] as `schema` describes it, the samples of a prompt next to each other.
+            TensorDict [B = len(rows)·n], the samples of a prompt next to each other: scores, names and numbers, and who keeps
+            each row (`group`).
         """
         requests = requests_of(self.config, rows, n, step=step, validate=validate)
         return await self.agent_loop.generate_sequences(requests)

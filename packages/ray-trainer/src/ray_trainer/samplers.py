@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import torch
+from image_rewards.loop import Stored
 from lora_sync import verify
 from omni_rollout.fleet import Fleet
 from omni_rollout.samples import Chunk
 from omni_rollout.types import GenerationRequest
+from tensordict import NonTensorStack, TensorDict
+from torch import Tensor
 
 from ray_trainer.config import RunConfig
 from ray_trainer.machines import fetch_everywhere, machines
@@ -32,6 +37,10 @@ class Sampler(Protocol):
 
     def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
         """Draw all of them; see `omni_rollout.loop_base.Client`."""
+        ...
+
+    async def final_latents(self, samples: TensorDict) -> Tensor:
+        """[b, …] of samples that it drew for training."""
         ...
 
     def faults(self) -> Metrics:
@@ -53,6 +62,21 @@ async def open_sampler(config: RunConfig, workers: WorkerGroup) -> Sampler:
     return HybridSampler(config, workers) if config.shares_weights else await FleetSampler.launch(config, workers)
 
 
+def chunk(facts: Mapping[str, np.ndarray], pictures: Any, owners: Sequence[int]) -> TensorDict:
+    """What the driver holds of some samples: numbers, and where pictures and rows are.
+
+    Args:
+        facts: [b] each, with `slot` of rows that are kept.
+        pictures: reference to uint8 [b, …].
+        owners: rank that keeps each row.
+    """
+    made = TensorDict({name: torch.from_numpy(value.copy()) for name, value in facts.items()}, batch_size=[len(owners)])
+    if "slot" in facts:
+        made["owner"] = torch.tensor(owners)
+    made["responses"] = NonTensorStack(*(Stored(pictures, row) for row in range(len(owners))))
+    return made
+
+
 class HybridSampler:
     """The training processes sample with their own weights."""
 
@@ -60,24 +84,36 @@ class HybridSampler:
         self.config, self.workers = config, workers
 
     async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
-        """Whole batches, in the order of the requests; the next one is drawn while this one is scored."""
-        size = self.config.rollout.max_batch_size * self.workers.size
-        batches = [list(range(i, min(i + size, len(requests)))) for i in range(0, len(requests), size)]
-        # All are sent at once, in order: the workers draw one after the other.
-        tasks = [asyncio.ensure_future(self.workers.generate([requests[i] for i in batch])) for batch in batches]
+        """Each rank draws its share batch by batch; whole batches come as they are finished."""
+        size, dealt = self.config.rollout.max_batch_size, self.workers.deal(len(requests))
+        places: dict[asyncio.Future[Any], tuple[int, list[int]]] = {}
+        # All are sent at once, in order: the workers draw one after the other. A rank whose share is smaller draws its last
+        # sample again, where it would be asked less often than the others, and nobody looks at it.
+        for start in range(0, max(map(len, dealt)), size):
+            for rank, share in enumerate(dealt):
+                batch = share[start : start + size]
+                asked = [requests[i] for i in batch] or [
+                    (last := requests[(share or [0])[-1]]).replace(request_id=f"{last.request_id}+{rank}")
+                ]
+                places[asyncio.ensure_future(self.workers.generate(rank, asked))] = rank, batch
         try:
-            for batch, task in zip(batches, tasks, strict=True):
-                yield batch, await task
+            left = set(places)
+            while left:
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    rank, batch = places[task]
+                    facts, pictures = task.result()
+                    if batch:
+                        yield batch, chunk(facts, pictures, [rank] * len(batch))
         finally:
-            left = [
-                requests[i].request_id
-                for batch, task in zip(batches, tasks, strict=True)
-                if not task.done()
-                for i in batch
-            ]
-            if left:
-                await self.workers.abort(left)
-            await asyncio.gather(*tasks, return_exceptions=True)
+            waiting = [requests[i].request_id for task, (_, batch) in places.items() if not task.done() for i in batch]
+            if waiting:
+                await self.workers.abort(waiting)
+            await asyncio.gather(*places, return_exceptions=True)
+
+    async def final_latents(self, samples: TensorDict) -> Tensor:
+        """Of rows that the workers keep."""
+        return await self.workers.final_latents(samples)
 
     def faults(self) -> Metrics:
         """None is mended here: a worker that fails ends the run."""
@@ -120,9 +156,22 @@ class FleetSampler:
         fleet = await Fleet.launch(rollout, paths, cpus=0.25, beside=beside)
         return cls(config, workers, fleet, beside is not None)
 
-    def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
-        """Whole batches over all replicas, as they are finished."""
-        return self.fleet.router.stream(requests)
+    async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
+        """Whole batches over all replicas, as they are finished. Each row goes from the replica to the rank that trains it."""
+        rank_of = {place: rank for rank, share in enumerate(self.workers.deal(len(requests))) for place in share}
+        async for places, (facts, pictures, rows) in self.fleet.router.stream(requests, apart=True):
+            owners = [rank_of[place] for place in places]
+            if requests[0].return_trajectory:
+                slots = np.zeros(len(places), np.int64)
+                for rank in sorted(set(owners)):
+                    which = [i for i, owner in enumerate(owners) if owner == rank]
+                    slots[which] = await self.workers.keep(rank, rows, which)
+                facts["slot"] = slots
+            yield places, chunk(facts, pictures, owners)
+
+    async def final_latents(self, samples: TensorDict) -> Tensor:
+        """Of rows that the workers keep."""
+        return await self.workers.final_latents(samples)
 
     def faults(self) -> Metrics:
         """See `Router.metrics`."""

@@ -43,13 +43,12 @@ KEYS: tuple[Key, ...] = (
     Key("old_log_probs", "B W", torch.float32, "trainer or rollout", "policy-gradient losses"),
     Key("old_means", "B W …", torch.float32, "trainer", "GRPO-Guard, Flow-DPPO"),
     Key("ref_means", "B W …", torch.float32, "trainer, adapters off", "KL"),
-    Key("advantages", "B W", torch.float32, "driver", "policy-gradient losses"),
+    Key("advantages", "B 1", torch.float32, "driver", "losses"),
 )
 _BY_NAME = {key.name: key for key in KEYS}
 
-ROLLOUT = ("responses", "rm_scores", "final_latents", "sigmas", "prompt_embeds", "prompt_embeds_mask")
 TRAJECTORY = ("latents", "next_latents", "step_index", "std", "rollout_log_probs")
-UPDATE = ("latents", "next_latents", "step_index", "sigmas", "old_log_probs", "advantages", "prompt_embeds")
+"""Keys with one entry for each step of the window."""
 
 
 def check(batch: TensorDict, names: tuple[str, ...], after: str) -> None:

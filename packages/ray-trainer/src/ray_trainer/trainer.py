@@ -43,6 +43,7 @@ from ray_trainer.errors import Interrupted, TrainerError, TrainingFailed
 from ray_trainer.failure import disk_full, first_cause, is_out_of_memory, less_memory, record_failure, words
 from ray_trainer.group import WorkerGroup
 from ray_trainer.interrupt import StopRequest
+from ray_trainer.pictures import fetched
 from ray_trainer.prompts import Prompt, PromptSampler, load_prompt_sets
 from ray_trainer.rollouts import Rollouts
 from ray_trainer.run_dir import open_run_dir
@@ -75,7 +76,11 @@ class RayDiffusionTrainer(ABC):
 
     @abstractmethod
     def prepare_update(self, batch: TensorDict, step: int) -> tuple[TensorDict, Metrics]:
-        """From scored samples to the rows that the engine trains on, and metrics of the preparation."""
+        """From scored samples to the rows that the engine trains on, and metrics of the preparation.
+
+        Trajectories and embeddings stay in the workers, where `self.workers` prepares them; a batch here holds scores, names and
+        numbers, and the small tensors [B, …] that this adds for the loss.
+        """
 
     # ---- the loop --------------------------------------------------------------------------------------------------------
 
@@ -201,7 +206,9 @@ class RayDiffusionTrainer(ABC):
             if phase == "report":
                 message += "\ntraining itself is done, and its last checkpoint is whole"
             return TrainingFailed(message)
-        where, lost = record_failure(self.run.failures, step, error, self._batch, self._prompts)
+        where, lost = record_failure(
+            self.run.failures, step, error, self._batch, self._prompts, rows=self.workers.write_rows
+        )
         if lost:
             traceback.print_exception(error, file=sys.stderr)
         notes = [*lost, f"its state is in {where}"]
@@ -286,15 +293,16 @@ class RayDiffusionTrainer(ABC):
     # ---- the steps of a step ---------------------------------------------------------------------------------------------
 
     def generate_sequence(self, prompts: list[Prompt], step: int) -> TensorDict:
-        """Prompts [P] to samples [B = P·G] with pictures, trajectories and embeddings; rewards are asked for on the way."""
+        """Prompts [P] to samples [B = P·G], which the workers keep; their rewards are asked for on the way."""
         self._prompts = prompts
+        self.workers.call(Worker.forget)
         rows = [(f"step{step}/{prompt.uid}", prompt) for prompt in prompts]
         self._batch = self._runner.run(self.rollouts.sample(rows, self.config.rollout.n, step=step, validate=False))
         return self._batch
 
     def compute_rm_score(self, batch: TensorDict) -> Metrics:
         """Check and describe the scores. They were asked for sample by sample while the others were still being drawn."""
-        schema.check(batch, schema.ROLLOUT, "rollout and reward")
+        schema.check(batch, ("rm_scores",), "rollout and reward")
         metrics = self.rollouts.score_metrics(batch) | self.rollouts.fault_metrics()
         metrics["forwards/rollout"] = float(batch["forwards"].mean())
         metrics["rollout/batch_rows"] = float(batch["batch_rows"].float().mean())
@@ -315,20 +323,16 @@ class RayDiffusionTrainer(ABC):
             eps=algorithm.advantage_eps,
         )
         metrics = {name: float(value) for name, value in result.metrics.items()}
-        batch = batch.copy()
         batch["advantages"] = result.advantages.to(torch.float32)[:, None]
         kept = result.mask if algorithm.flat_groups == "drop" else scores.isfinite()
         metrics["advantages/dropped"] = float((~kept).sum())
         return batch if bool(kept.all()) else batch[kept], metrics
 
-    rows_together = 1
-    """Neighbouring rows of an update that must not be separated: 2 for preference pairs."""
-
     def update_actor(self, data: TensorDict, step: int) -> Metrics:
         """The optimizer steps of one training step, on every worker. A step with nothing to learn from changes nothing."""
         if len(data) == 0:
             return {"actor/skipped_updates": 1.0}
-        return self.workers.update_actor(data, step, self.rows_together)
+        return self.workers.update_actor(data, step)
 
     def sync(self, version: int) -> Metrics:
         """The trained adapters to every sampler; a receipt that does not match stops the run."""
@@ -352,7 +356,7 @@ class RayDiffusionTrainer(ABC):
                 strict=True,
             )
         ]
-        save_validation(self.run.path, step, batch["responses"].numpy(), records)
+        save_validation(self.run.path, step, fetched(batch["responses"]).numpy(), records)
         result = {"val/failed": self.rollouts.score_metrics(batch)["reward/failed"]}
         for name, value in summarize(load_validations(self.run.path)[-1]).items():
             result[f"val/{name}_mean"], result[f"val/{name}_stderr"] = value.mean, value.stderr

@@ -6,24 +6,28 @@ A plain class, so that it can be used without Ray; `group.WorkerGroup` makes a R
 from __future__ import annotations
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from omni_rollout.samples import Rows, parted
 from omni_rollout.types import GenerationRequest
-from tensordict import TensorDict
 
 from ray_trainer.card_memory import GB, Needs, measure
 from ray_trainer.cluster import available_cpus, memory_mb
 from ray_trainer.config import RunConfig, updates_per_step
 from ray_trainer.model_folder import read_index
 from ray_trainer.models import check_present, fetch
+from ray_trainer.rows import Store
 from ray_trainer.rules import check_experts
 
 if TYPE_CHECKING:
     from diffusion_losses import Statistic
     from fsdp_diffusers_engine.config import Sharding
     from lora_sync import LoRAPayload
+    from tensordict import TensorDict
 
 
 class ActorRolloutRefWorker:
@@ -31,12 +35,11 @@ class ActorRolloutRefWorker:
 
     Args:
         config: of the run.
-        role: what this worker does; "actor_rollout_ref", the hybrid one, is the only role there is.
         rank, world_size: of the training processes.
     """
 
-    def __init__(self, config: RunConfig, role: str = "actor_rollout_ref", *, rank: int = 0, world_size: int = 1):
-        self.config, self.role, self.rank, self.world_size = config, role, rank, world_size
+    def __init__(self, config: RunConfig, *, rank: int = 0, world_size: int = 1):
+        self.config, self.rank, self.world_size = config, rank, world_size
         self.version = -1
         torch.set_num_threads(config.ray.worker_threads or max(available_cpus() // world_size, 1))
 
@@ -75,6 +78,11 @@ class ActorRolloutRefWorker:
         self.trainer = TrainingWorker(TrainingWorkerConfig(actor, self.rank, self.world_size, meeting_point))
         self.trainer.reset()
         self.engine = self.trainer.engine
+        loss, loop = self.config.actor.diffusion_loss, self.config.rollout.agent.default_agent_loop
+        names = self.engine.objective.reads(loss)
+        # Agent loops of several turns, and those of a person's own, may ask for clean latents to go on from.
+        names += () if loop == "diffusion_single_turn_agent" or "final_latents" in names else ("final_latents",)
+        self.rows = Store((*names, "means") if self.config.rollout_means else names)
         # None where engines in other processes sample: then no text encoder and no decoder is loaded here.
         self.backend: Any = self._make_backend() if self.config.shares_weights else None
 
@@ -101,12 +109,43 @@ class ActorRolloutRefWorker:
         context = ray.get_runtime_context()
         return [(context.get_node_id(), str(gpu)) for gpu in context.get_accelerator_ids().get("GPU", [])]
 
-    # ---- rollout ---------------------------------------------------------------------------------------------------------
+    # ---- rollout and rows ------------------------------------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> TensorDict:
-        """Draw samples; see `omni_rollout.samples` for the keys."""
+    def generate(self, requests: Sequence[GenerationRequest]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Draw samples and keep those that are for training.
+
+        Returns:
+            `omni_rollout.samples.FACTS` and, where they are kept, the rows' `slot` here, [b] each; pictures uint8 [b, …].
+        """
         with self.engine.eval_mode():
-            return self.backend.generate(requests)
+            facts, pictures, rows = parted(requests, self.backend.generate(requests))
+        if requests[0].return_trajectory:
+            facts["slot"] = np.array(self.rows.keep(rows))
+        return facts, pictures
+
+    def keep(self, rows: Rows, which: Sequence[int] | None = None) -> list[int]:
+        """Take rows, or some of them, that another process drew; their slots here."""
+        return self.rows.keep(rows, which)
+
+    def give(self, slots: Sequence[int]) -> Rows:
+        """Rows, for a worker that shall train them."""
+        return self.rows.rows(slots)
+
+    def final_latents(self, slot: int) -> torch.Tensor:
+        """Of one row."""
+        return self.rows.rows([slot]).tensors["final_latents"][0].clone()
+
+    def forget(self) -> None:
+        """Drop all rows: the next step begins."""
+        self.rows.clear()
+
+    def write_rows(self, folder: str) -> None:
+        """Write the rows into a file of this rank's, to be looked at after a failure."""
+        self.rows.write(Path(folder) / f"rows_rank{self.rank}.safetensors")
+
+    def choose_steps(self, slots: Sequence[int], chosen: np.ndarray) -> None:
+        """Leave some steps of the rows' trajectories; see `Store.choose_steps`."""
+        self.rows.choose_steps(slots, torch.from_numpy(chosen.copy()))
 
     def abort(self, request_ids: Sequence[str]) -> int:
         """Cancel requests in flight; called while `generate` runs."""
@@ -114,20 +153,63 @@ class ActorRolloutRefWorker:
 
     # ---- policy ----------------------------------------------------------------------------------------------------------
 
-    def compute_log_prob(self, data: TensorDict) -> TensorDict:
-        """`log_probs` [B, W] and `means` [B, W, …] of the stored transitions under the present weights."""
-        return self.trainer.compute_log_prob(data)
+    def compute_log_prob(self, slots: Sequence[int]) -> None:
+        """Keep `old_log_probs` [W] and, where the loss reads them, `old_means` [W, …] of each row, under the present weights."""
+        scores = self._scores(slots, "default")
+        found = {"old_log_probs": scores["log_probs"]}
+        if self.config.actor.diffusion_loss.needs_old_means:
+            found["old_means"] = scores["means"]
+        self.rows.put(slots, found)
 
-    def compute_ref_log_prob(self, data: TensorDict) -> TensorDict:
-        """The same under the base policy: the same weights with the adapter off."""
-        return self.trainer.compute_log_prob(data, adapter="reference")
+    def compute_ref_log_prob(self, slots: Sequence[int]) -> None:
+        """Keep `ref_means` [W, …] of each row: under the same weights with the adapter off."""
+        self.rows.put(slots, {"ref_means": self._scores(slots, "reference")["means"]})
 
-    def update_actor(self, data: TensorDict, step: int) -> dict[str, Statistic]:
-        """The optimizer steps of training step `step` on this process's rows; metrics in the form that pools over ranks."""
-        data = data.copy()
+    def _scores(self, slots: Sequence[int], adapter: str) -> TensorDict:
+        actor, count = self.config.actor, max(len(slots), 1)
+        if self._scores_itself:  # then in batches of the update's size, on which the last bits depend
+            size = actor.log_prob_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
+            count = -(-count // size) * size
+        # A rank without rows takes any: the others' forward passes need it.
+        filled = np.resize(slots if len(slots) else [0], count).tolist()
+        return self.trainer.compute_log_prob(self.rows.batch(filled), adapter)
+
+    @property
+    def _scores_itself(self) -> bool:
+        return self.config.algorithm.old_log_probs == "trainer" and self.config.actor.diffusion_loss.spec.replays
+
+    def update_actor(
+        self, slots: Sequence[int], numbers: np.ndarray, tensors: Mapping[str, np.ndarray], step: int
+    ) -> dict[str, Statistic]:
+        """The optimizer steps of training step `step` on this process's rows.
+
+        Args:
+            slots: of the rows.
+            numbers: [b] the rows' places in the whole batch; none where this rank has no row to train.
+            tensors: what the driver adds, [b, …] each.
+            step: of the run.
+
+        Returns:
+            Metrics in the form that pools over ranks.
+        """
+        if not len(slots):
+            slots, numbers, tensors = (
+                [0],
+                np.array([-1]),
+                {k: np.zeros((1, *v.shape[1:]), v.dtype) for k, v in tensors.items()},
+            )
+        data = self.rows.batch(slots)
+        for name, values in tensors.items():
+            data[name] = torch.from_numpy(values.copy())
+        if "old_log_probs" not in data.keys() and "rollout_log_probs" in data.keys():  # noqa: SIM118
+            data["old_log_probs"] = data["rollout_log_probs"]
+        if self.config.rollout_means:
+            data["old_means"] = data["means"]
+        data["row"] = torch.from_numpy(numbers.copy())
         data.set_non_tensor("global_step", step)
         # As many as a whole batch has, also where rows were left out: what published codes do, and what the schedule expects.
         data.set_non_tensor("mini_batches", updates_per_step(self.config) // self.config.actor.ppo_epochs)
+        data.set_non_tensor("whole_micro_batches", self._scores_itself)
         return dict(self.trainer.train_mini_batch(data)["statistics"])
 
     def take_forwards(self) -> dict[str, float]:

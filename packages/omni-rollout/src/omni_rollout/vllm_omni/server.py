@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 from ..backend import Health
@@ -22,7 +23,7 @@ from ..config import DiffusionRolloutConfig
 from ..errors import LifecycleError, ReplicaDeadError, ReplicaError, RolloutConfigError
 from ..lifecycle import Lifecycle
 from ..openai_api import ImageServer
-from ..samples import stacked
+from ..samples import Rows, parted, stacked
 from ..specs import spec_of
 from ..types import GenerationRequest
 from .engine_weights import EngineWeights
@@ -108,6 +109,10 @@ class vLLMOmniHttpServer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
+
+    async def draw(self, requests: Sequence[GenerationRequest]) -> tuple[dict[str, np.ndarray], np.ndarray, Rows]:
+        """See `samples.parted`."""
+        return parted(requests, await self.generate(requests))
 
     async def _draw(self, request: GenerationRequest) -> dict[str, Tensor]:
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams

@@ -1,0 +1,373 @@
+"""Rows and who keeps them: what crosses the driver, who trains what, and what the driver's part of a step costs.
+
+Many logical workers live in one other process. They are the real `Worker` with an engine that computes nothing; every call to them
+crosses a pipe, serialised as Ray does it, so that bytes can be counted and the driver's time and memory are this process's own.
+"""
+
+import asyncio
+import concurrent.futures
+import itertools
+import math
+import multiprocessing
+import threading
+import time
+from contextlib import nullcontext
+from importlib.resources import files
+from pathlib import Path
+from types import SimpleNamespace
+
+import image_rewards.loop
+import numpy as np
+import psutil
+import pytest
+import ray
+import ray_trainer.rollouts
+import torch
+from diffusion_losses import statistic
+from flowgrpo.trainer import RayFlowGRPOTrainer
+from image_rewards import RewardResult
+from image_rewards.loop import RewardLoopWorker
+from omni_rollout.remote import Remote
+from omni_rollout.replica import DiffusersReplica
+from omni_rollout.router import Router
+from omni_rollout.samples import parted, stacked
+from ray import cloudpickle
+from ray_trainer.config import compose
+from ray_trainer.group import WorkerGroup
+from ray_trainer.prompts import Prompt
+from ray_trainer.rollouts import Rollouts
+from ray_trainer.rows import Store
+from ray_trainer.samplers import FleetSampler, HybridSampler
+from ray_trainer.workers import ActorRolloutRefWorker as Worker
+from tensordict import TensorDict
+
+RECIPES = Path(str(files("flowgrpo"))) / "recipes"
+ELEMENTS = 8192
+"""Of a latent: a trajectory of two steps takes 128 KiB, so that one that crosses the driver is seen."""
+
+
+# ---- the other process -----------------------------------------------------------------------------------------------------
+
+
+def row(request):
+    """A sample whose numbers tell which it is."""
+    value = float(int(request.uid.rpartition("/")[2]) * 1000 + request.index)
+    data = {"responses": torch.full((3, 8, 8), 7, dtype=torch.uint8), "final_latents": torch.full((ELEMENTS,), value)}
+    data |= {"latents": data["final_latents"].expand(2, -1), "next_latents": data["final_latents"].expand(2, -1)}
+    data |= {"step_index": torch.tensor([0, 1]), "sigmas": torch.linspace(1, 0, 7), "std": torch.ones(2)}
+    data |= {"rollout_log_probs": torch.full((2,), value), "prompt_embeds": torch.ones(9, 64)}
+    data |= {"prompt_embeds_mask": torch.ones(9, dtype=torch.bool), "policy_version": torch.tensor(0)}
+    return data | {"forwards": torch.tensor(6.0), "batch_rows": torch.tensor(1)}
+
+
+class Drawn:
+    """A backend."""
+
+    def generate(self, requests):
+        return stacked([row(request) for request in requests])
+
+    def draw(self, requests):
+        return parted(requests, self.generate(requests))
+
+
+class Logical(Worker):
+    """The real worker without an engine; what it is told to train, it remembers."""
+
+    def __init__(self, config, rank):
+        self.config, self.rank, self.version, self.backend, self.trained = config, rank, 0, Drawn(), []
+        self.engine = SimpleNamespace(eval_mode=nullcontext)
+        self.trainer = SimpleNamespace(train_mini_batch=self.train, compute_log_prob=self.score)
+        self.rows = Store(("latents", "next_latents", "step_index", "sigmas", "rollout_log_probs"))
+
+    def train(self, data):
+        self.trained = list(
+            zip(data["row"].tolist(), data["latents"][:, 0, 0].tolist(), data["advantages"][:, 0].tolist(), strict=True)
+        )
+        return {"statistics": {f"actor/number_{i}": statistic("mean", float(i), len(data)) for i in range(40)}}
+
+    def score(self, data, adapter):
+        means = data["latents"].clone()
+        return TensorDict({"log_probs": data["rollout_log_probs"], "means": means}, batch_size=[len(data)])
+
+    def what_was_trained(self):
+        return self.trained
+
+    def prompts_kept(self):
+        return len(self.rows._prompts)
+
+
+class RewardHere(RewardLoopWorker):
+    """A pool's worker with a reward that looks at the picture's first pixel."""
+
+    def __init__(self):
+        self._manager = SimpleNamespace(
+            score=lambda samples: [RewardResult(float(s.image[0, 0, 0] + s.index)) for s in samples]
+        )
+
+
+def serve(pipe):
+    """Make actors, run their methods in order, keep what they return until somebody asks."""
+    actors, kept = {}, {}
+    while True:
+        message = pipe.recv_bytes()
+        if not message:
+            return
+        what, *rest = cloudpickle.loads(message)
+        if what == "make":
+            actors[rest[0]] = rest[1]()
+        elif what == "call":
+            actor, method, arguments, names = rest
+            arguments = [kept[a.name] if isinstance(a, Reference) else a for a in arguments]
+            try:
+                answer = getattr(actors[actor], method)(*arguments)
+                answers = answer if len(names) > 1 else (answer,)
+            except Exception as error:
+                answers = [error] * len(names)
+            for name, value in zip(names, answers, strict=True):
+                kept[name] = packed(value)[0]
+                kept[name] = cloudpickle.loads(kept[name][0], buffers=kept[name][1])
+        elif what == "get":
+            pipe.send_bytes(cloudpickle.dumps(packed(kept[rest[0]])[0], protocol=5))
+        elif what == "drop":
+            kept.pop(rest[0], None)
+
+
+def packed(value):
+    """((pickle, buffers), their size) as Ray makes them: arrays out of band."""
+    buffers = []
+    data = cloudpickle.dumps(value, protocol=5, buffer_callback=lambda b: buffers.append(bytes(b.raw())))
+    return (data, buffers), len(data) + sum(map(len, buffers))
+
+
+# ---- this process ----------------------------------------------------------------------------------------------------------
+
+
+class Reference:
+    """Stands for what a method returned, which stays in the other process until it is asked for."""
+
+    line = None
+
+    def __init__(self, name):
+        self.name, self.owned = name, True
+
+    def __reduce__(self):
+        return _plain, (self.name, b"the address of its owner, which Ray's references carry" * 2)
+
+    def get(self):
+        return self.line.fetch(self.name)
+
+    def future(self):
+        done = concurrent.futures.Future()
+        done.set_result(self.get())
+        return done
+
+    def __await__(self):
+        return self.get()
+        yield
+
+    def __del__(self):
+        if self.owned and self.line is not None:
+            self.line.send("drop", self.name)
+
+
+def _plain(name, address):
+    made = Reference(name)
+    made.owned = False
+    return made
+
+
+class Line:
+    """The pipe, with a count of the bytes in both directions. It has Ray's face as far as the code under test looks at it."""
+
+    exceptions = ray.exceptions
+
+    def __init__(self):
+        context = multiprocessing.get_context("fork")
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(other,), daemon=True)
+        self.process.start()
+        self.lock, self.names = threading.RLock(), itertools.count()
+        self.sent = self.received = self.calls = 0
+        self.seconds = 0.0  # that the pipe took this process, and Ray would not
+        Reference.line = self
+
+    def send(self, *message):
+        with self.lock:
+            start = time.thread_time()
+            self.pipe.send_bytes(cloudpickle.dumps(message, protocol=5))
+            self.seconds += time.thread_time() - start
+
+    def fetch(self, name):
+        with self.lock:
+            self.send("get", name)
+            start = time.thread_time()
+            data, buffers = cloudpickle.loads(self.pipe.recv_bytes())
+            self.seconds += time.thread_time() - start
+            self.received += len(data) + sum(map(len, buffers))
+        value = cloudpickle.loads(data, buffers=buffers)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    def actor(self, make):
+        name = next(self.names)
+        self.send("make", name, make)
+        return Handle(self, name)
+
+    def get(self, references, timeout=None):
+        return [r.get() for r in references] if isinstance(references, list) else references.get()
+
+    def close(self):
+        Reference.line = None
+        self.pipe.send_bytes(b"")
+        self.process.join(10)
+
+
+class Handle:
+    """An actor's."""
+
+    def __init__(self, line, name):
+        self._line, self._name = line, name
+
+    def __getattr__(self, method):
+        if method.startswith("__"):
+            raise AttributeError(method)
+        return Method(self._line, self._name, method)
+
+
+class Method:
+    def __init__(self, line, actor, method, returns=1):
+        self.line, self.actor, self.method, self.returns = line, actor, method, returns
+
+    def options(self, num_returns=1, concurrency_group=None):
+        return Method(self.line, self.actor, self.method, num_returns)
+
+    def remote(self, *arguments):
+        names = [next(self.line.names) for _ in range(self.returns)]
+        self.line.sent += packed(arguments)[1]
+        self.line.calls += 1
+        self.line.send("call", self.actor, self.method, arguments, names)
+        made = [Reference(name) for name in names]
+        return made if self.returns > 1 else made[0]
+
+
+class Program:
+    """The driver's part of flowgrpo over logical workers: the trainer's own methods, from the prompts to the update."""
+
+    def __init__(self, line, monkeypatch, workers, samples, engines=0, *changes):
+        size = [f"data.prompts_per_step={samples // 16}", "rollout.n=16", f"trainer.num_workers={workers}"]
+        size += [f"actor.ppo_mini_batch_size={max(samples // 2, 1)}", "reward.batch_size=16", *changes]
+        self.config = config = compose("flowgrpo", RECIPES / "tiny_flow_grpo.yaml", size)
+        self.line, self.samples = line, samples
+        self.group = group = WorkerGroup.__new__(WorkerGroup)
+        group._ray, group.config = line, config
+        group.workers = [
+            Remote(line.actor(lambda rank=rank: Logical(config, rank)), f"worker-{rank}") for rank in range(workers)
+        ]
+        self.sampler = HybridSampler(config, group)
+        if engines:
+            replicas = [DiffusersReplica(line.actor(Drawn), 16, f"replica-{i}") for i in range(engines)]
+            self.sampler = FleetSampler(config, group, SimpleNamespace(router=Router(replicas)), False)
+        pool = SimpleNamespace(start=lambda i: line.actor(RewardHere), stop=lambda actors: None)
+        monkeypatch.setattr(image_rewards.loop, "Pool", lambda *_, **__: pool)
+        monkeypatch.setattr(image_rewards.loop, "import_ray", lambda: line)
+        monkeypatch.setattr(ray_trainer.rollouts, "RewardLoopManager", image_rewards.loop.RewardLoopManager)
+        self.trainer = made = RayFlowGRPOTrainer.__new__(RayFlowGRPOTrainer)
+        made.config, made.workers, made._runner = config, group, asyncio.Runner()
+        made.rollouts = Rollouts(config, self.sampler)
+        text = (
+            "a prompt of usual length, which says what should be in the picture, where, and in which colours and style"
+        )
+        self.prompts = [Prompt(f"{i}", f"{text} {i}", {"count": i}) for i in range(samples // 16)]
+
+    def step(self, number=0):
+        """A training step; what was trained, by row, and the metrics."""
+        batch = self.trainer.generate_sequence(self.prompts, number)
+        metrics = self.trainer.compute_rm_score(batch)
+        data, prepared = self.trainer.prepare_update(batch, number)
+        return batch, data, metrics | prepared | self.trainer.update_actor(data, number)
+
+    def close(self):
+        self.trainer.rollouts.close()
+        self.trainer._runner.close()
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """Builds a `Program`; the other process ends with the test."""
+    made = []
+
+    def build(*arguments):
+        line = Line()
+        made.append((Program(line, monkeypatch, *arguments), line))
+        return made[-1][0]
+
+    yield build
+    for one, line in made:
+        one.close()
+        line.close()
+
+
+@pytest.mark.parametrize("engines", [0, 3])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_every_row_is_trained_once_by_the_rank_that_keeps_it_with_its_own_advantage(program, workers, engines):
+    made = program(workers, 64, engines)
+    batch, data, metrics = made.step()
+    assert metrics["actor/number_3"] == 3
+    trained = [one for rank in made.group.call(Logical.what_was_trained) for one in rank]
+    value = {
+        int(uid.rpartition("/")[2]) * 1000 + int(index): float(advantage)
+        for uid, index, advantage in zip(data["uid"], data["index"], data["advantages"][:, 0], strict=True)
+    }
+    assert sorted(row for row, _, _ in trained) == list(range(len(data)))
+    assert {int(latent): advantage for _, latent, advantage in trained} == pytest.approx(value)
+    assert max(made.group.call(Logical.prompts_kept)) <= len(made.prompts)
+    shares = [len(rank) for rank in made.group.call(Logical.what_was_trained)]
+    assert max(shares) <= 2 * math.ceil(32 / workers)  # evenly, in both mini-batches
+    assert not {"latents", "prompt_embeds", "final_latents"} & set(batch.keys())
+
+
+def measured(made, steps=2):
+    """Bytes a sample in both directions and calls of a step, the least seconds of the driver's in one, and its growth in bytes."""
+    process, line, seconds = psutil.Process(), made.line, []
+    for number in range(steps):
+        before = line.sent, line.received, line.calls, line.seconds
+        start, memory = time.process_time(), process.memory_info().rss
+        made.step(number)
+        seconds.append(time.process_time() - start - (line.seconds - before[3]))
+    found = {"sent": (line.sent - before[0]) / made.samples, "received": (line.received - before[1]) / made.samples}
+    found |= {"calls": line.calls - before[2], "seconds": min(seconds)}
+    return found | {"memory": process.memory_info().rss - memory}
+
+
+@pytest.mark.parametrize("engines", [0, 4])
+def test_the_driver_moves_little_of_a_sample_whatever_the_number_of_workers(program, engines):
+    found = {workers: measured(program(workers, 1024, engines)) for workers in (1, 8, 64)}
+    both = {workers: one["sent"] + one["received"] for workers, one in found.items()}
+    assert all(size <= 2000 for size in both.values()), found  # a trajectory alone is 131,072 bytes, a picture 192
+    # A worker's own share is that of its calls, whatever the samples.
+    assert (both[64] - both[1]) * 1024 <= 63 * 4000, found
+    twice = measured(program(8, 2048, engines))
+    assert twice["sent"] + twice["received"] <= 1.05 * both[8], (twice, found)
+
+
+def test_what_the_driver_does_in_a_step_of_4096_samples(program):
+    """64 logical workers; 2 % of a step of 60 s, and 1 GB."""
+    found = measured(program(64, 4096), steps=3)
+    assert found["seconds"] <= 1.2, found
+    assert found["memory"] <= 1e9, found
+    assert found["sent"] + found["received"] <= 2000, found
+
+
+def test_one_numpy_view_crosses_without_the_array_behind_it():
+    rows = parted(
+        [SimpleNamespace(uid="u", settings=None)] * 2,
+        stacked([row(SimpleNamespace(uid="a/1", index=i)) for i in (0, 1)]),
+    )[2]
+    one = type(rows)({"latents": rows.tensors["latents"][:1]}, ["u"], [None], rows.prompts)
+    (data, buffers), size = packed(one)
+    assert size < 2 * 4 * ELEMENTS + 4000
+    again = cloudpickle.loads(data, buffers=buffers)
+    assert torch.equal(again.tensors["latents"], one.tensors["latents"])
+    half = type(rows)({"a": torch.arange(6.0).bfloat16()}, ["u"], [None], {})
+    assert np.array_equal(cloudpickle.loads(cloudpickle.dumps(half)).tensors["a"].float(), np.arange(6.0))
