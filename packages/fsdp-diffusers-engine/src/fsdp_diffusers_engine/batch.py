@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sde_samplers.settings import SamplerSettings
     from tensordict import TensorDict
 
-    from .config import DiffusionActorConfig
+    from .config import FSDPDiffusionActorConfig
 
 
 PROMPTS = tuple(
@@ -138,7 +138,7 @@ def select(data: TensorDict | Mapping[str, Any], keys: tuple[str, ...], device: 
 
 
 def mini_batches(
-    actor: DiffusionActorConfig, count: int, step: int, epoch: int = 0, planned: int | None = None
+    actor: FSDPDiffusionActorConfig, count: int, step: int, epoch: int = 0, planned: int | None = None
 ) -> list[Tensor]:
     """Row numbers of each mini-batch of ``count`` rows over all ranks: the same whatever the number of ranks.
 
