@@ -160,7 +160,7 @@ def own(place):
         f"actor.diffusion_loss.loss_mode={place}/own_loss_of_a_test.py:WEIGHED",
         f"trainer.algorithm={place}/own_algorithm_of_a_test.py:Weighing",
         f"rollout.agent.default_agent_loop={place}/own_loop_of_a_test.py:Marked",
-        f"rollout.algo.sde_type={place}/own_kind_of_a_test.py:GENTLE",
+        f"rollout.algo.kind={place}/own_kind_of_a_test.py:GENTLE",
         "actor.diffusion_loss.ref_kl_coef=0",
     ]
 
@@ -197,7 +197,7 @@ def test_a_reward_a_model_and_its_pipeline_and_a_sampler_kind_train_with_an_engi
         f"reward.name={place}/own_reward_of_a_test.py:Redness",
         "reward.options.gain=2",
         f"model.architecture={place}/own_model_of_a_test.py:Slim",
-        f"rollout.algo.sde_type={place}/own_kind_of_a_test.py:GENTLE",
+        f"rollout.algo.kind={place}/own_kind_of_a_test.py:GENTLE",
         "rollout.backend=vllm_omni",
     ]
     steps = ["trainer.total_steps=2", "trainer.val_every=2"]
@@ -228,10 +228,10 @@ def test_a_reward_a_model_and_its_pipeline_and_a_sampler_kind_train_with_an_engi
         (["rollout.agent.default_agent_loop=HERE/nowhere.py:Loop"], "no file"),
         (["rollout.agent.default_agent_loop=HERE/own_algorithm_of_a_test.py:Stranger"], "DiffusionAgentLoop"),
         (["rollout.agent.default_agent_loop=./here:Loop"], "can be imported"),
-        (["rollout.algo.sde_type=HERE/own_kind_of_a_test.py:NOT_A_KIND"], "SamplerKind"),
-        (["rollout.algo.sde_type=HERE/nowhere.py:KIND"], "no file"),
-        (["rollout.val_kwargs.algo.sde_type=no_such_module:KIND"], "no_such_module"),
-        (["rollout.algo.sde_type=flow_sd"], "did you mean 'flow_sde'"),
+        (["rollout.algo.kind=HERE/own_kind_of_a_test.py:NOT_A_KIND"], "SamplerKind"),
+        (["rollout.algo.kind=HERE/nowhere.py:KIND"], "no file"),
+        (["rollout.val_kwargs.algo.kind=no_such_module:KIND"], "no_such_module"),
+        (["rollout.algo.kind=flow_sd"], "did you mean 'flow_sde'"),
         (["rollout.algo.noise_level=1.5"], "must lie in [0, 1]"),
         (["model.architecture=HERE/nowhere.py:Spec"], "no file"),
         (["model.architecture=HERE/own_algorithm_of_a_test.py:Stranger"], "ModelSpec"),

@@ -83,7 +83,7 @@ BAD = {
         "means FluxPipeline, but model.path='builtin:tiny_qwen_image' is a Qwen",
     ),
     "unknown architecture": (["model.architecture=qwen_imag"], "Did you mean 'qwen_image'?"),
-    "no noise to train on": (["rollout.algo.sde_type=ode"], "draws no noise"),
+    "no noise to train on": (["rollout.algo.kind=ode"], "draws no noise"),
     "window outside the run": (["rollout.pipeline.num_inference_steps=1"], "sde_window_range=[0, 2] leaves"),
     "empty window": (["rollout.algo.sde_window_size=0"], "must be 1 to 2"),
     "samples of another policy": (["rollout.rollout_adapter=reference"], "ratios need samples of the trained policy"),

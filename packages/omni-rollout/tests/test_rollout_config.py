@@ -22,7 +22,7 @@ def test_structured_config_accepts_overrides_and_refuses_unknown_keys():
     from omegaconf.errors import OmegaConfBaseException
 
     schema = OmegaConf.structured(DiffusionRolloutConfig)
-    merged = OmegaConf.merge(schema, {"algo": {"sde_type": "cps", "sde_window_range": [0, 3]}, "n": 4})
+    merged = OmegaConf.merge(schema, {"algo": {"kind": "flow_cps", "sde_window_range": [0, 3]}, "n": 4})
     config = OmegaConf.to_object(merged)
     assert isinstance(config, DiffusionRolloutConfig)
     assert (config.algo.kind, config.n, config.val_kwargs.algo.kind) == ("flow_cps", 4, "ode")
@@ -35,7 +35,7 @@ def test_structured_config_accepts_overrides_and_refuses_unknown_keys():
     [
         (lambda: DiffusionRolloutConfig(backend="sglang"), "backend='sglang'.*diffusers, vllm_omni"),
         (lambda: DiffusionRolloutConfig(max_batch_size=0), "max_batch_size=0 is out of range: it must be 1 to"),
-        (lambda: DiffusionRolloutAlgoConfig(sde_type="euler_a"), "sde_type='euler_a'.*flow_sde"),
+        (lambda: DiffusionRolloutAlgoConfig(kind="euler_a"), "kind='euler_a'.*flow_sde"),
         (lambda: DiffusionRolloutAlgoConfig(sde_window_size=3, sde_window_range=[0, 2]), "at most 2"),
         (lambda: DiffusionRolloutAlgoConfig(sde_window_range=[2, 2]), "first < end"),
         (lambda: DiffusionRolloutAlgoConfig(noise_level=-1), "noise_level=-1"),

@@ -136,7 +136,7 @@ def _decay(config):
 
 _PIPELINE = {"height": 32, "width": 32, "num_inference_steps": 8, "true_cfg_scale": 2.0, "max_sequence_length": 9}
 _PIPELINE |= {"guidance_scale": 3.5, "num_frames": 5}
-_ALGO = {"noise_level": 0.2, "sde_type": "cps", "sde_window_size": 1, "sde_window_range": "[1, 4]", "solver": "dpm2"}
+_ALGO = {"noise_level": 0.2, "kind": "flow_cps", "sde_window_size": 1, "sde_window_range": "[1, 4]", "solver": "dpm2"}
 _ALGO |= {
     "sample_strategy": "fixed",
     "iters_per_group": 4,
@@ -144,7 +144,7 @@ _ALGO |= {
     "shared_noise": "true",
     "tail_ratio": 0.5,
 }
-_WINDOW = ["sde_type=sde", "noise_level=0.7", "sde_window_size=2", "sde_window_range=[0, 5]"]
+_WINDOW = ["kind=flow_sde", "noise_level=0.7", "sde_window_size=2", "sde_window_range=[0, 5]"]
 SHOWN = {}
 """Key -> (another value, what is computed, what both configs have besides)."""
 for _place, _shown in (("rollout", _sampled), ("rollout.val_kwargs", _validated)):

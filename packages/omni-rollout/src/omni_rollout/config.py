@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, Len
 from sde_samplers.errors import SamplerError
-from sde_samplers.kinds import Kind, check_noise_level, find_kind
+from sde_samplers.kinds import Kind, check_noise_level
 from sde_samplers.settings import Solver
 
 from .allowed import Count, Seconds, Seed, fault, kinds
@@ -21,17 +21,6 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Side = Annotated[int, Interval(ge=1, le=32_768)]
 Scale = Annotated[float, Interval(ge=0, le=1000)]
 Steps = Annotated[int, Interval(ge=0, le=10_000)]
-KIND_ALIASES = {"sde": "flow_sde", "dance": "dance_sde", "cps": "flow_cps"}
-
-
-def resolve_kind(sde_type: str) -> Kind:
-    """The sampler name that sde_samplers knows for `sde_type` ("sde" and "cps" are accepted as older names)."""
-    kind = KIND_ALIASES.get(sde_type, sde_type)
-    try:
-        find_kind(kind)
-    except SamplerError as error:
-        raise RolloutConfigError(f"sde_type={sde_type!r}: {error}") from error
-    return kind
 
 
 class Checked:
@@ -71,8 +60,8 @@ class DiffusionRolloutAlgoConfig(Checked):
 
     noise_level: Annotated[float, Interval(ge=0, le=100)] = 1.0
     """Scale of the injected noise; 0 makes every step an ODE step."""
-    sde_type: str = "sde"
-    """flow_sde | dance_sde | flow_cps | ddim | wan_sde | ode, the older names sde, dance and cps, or "module:attribute" of a
+    kind: Kind = "flow_sde"
+    """flow_sde | dance_sde | flow_cps | ddim | wan_sde | ode (verl-omni's `sde_type`), or "module:attribute" of a
     `sde_samplers.SamplerKind` of your own (in the programs also "./file.py:attribute")."""
     sde_window_size: Steps | None = None
     """Number of stochastic (trained) steps W; None takes every step of `sde_window_range`."""
@@ -103,11 +92,6 @@ class DiffusionRolloutAlgoConfig(Checked):
         if span is not None and size is not None and size > span[1] - span[0]:
             raise RolloutConfigError(f"sde_window_size={size} must be at most {span[1] - span[0]}, the steps of {span}")
 
-    @property
-    def kind(self) -> Kind:
-        """`sde_type` under the name that sde_samplers uses."""
-        return resolve_kind(self.sde_type)
-
 
 @dataclass
 class DiffusionSamplingConfig(Checked):
@@ -119,7 +103,7 @@ class DiffusionSamplingConfig(Checked):
     """Base seed of the validation noise."""
     pipeline: DiffusionPipelineConfig = field(default_factory=DiffusionPipelineConfig)
     algo: DiffusionRolloutAlgoConfig = field(
-        default_factory=lambda: DiffusionRolloutAlgoConfig(sde_type="ode", noise_level=0.0)
+        default_factory=lambda: DiffusionRolloutAlgoConfig(kind="ode", noise_level=0.0)
     )
 
 

@@ -209,8 +209,8 @@ DOORS = (
     "trainer.algorithm",
     "actor.diffusion_loss.loss_mode",
     "rollout.agent.default_agent_loop",
-    "rollout.algo.sde_type",
-    "rollout.val_kwargs.algo.sde_type",
+    "rollout.algo.kind",
+    "rollout.val_kwargs.algo.kind",
     "model.architecture",
     "reward.name",
 )

@@ -93,7 +93,7 @@ def _window(config: RunConfig) -> Iterator[str]:
     size = end - first if algo.sde_window_size is None else algo.sde_window_size
     if not find_kind(algo.kind).stochastic or algo.noise_level <= 0:
         yield (
-            f"rollout.algo.sde_type={algo.sde_type} with noise_level={algo.noise_level} draws no noise, and a policy gradient "
+            f"rollout.algo.kind={algo.kind} with noise_level={algo.noise_level} draws no noise, and a policy gradient "
             "needs some: take flow_sde, flow_cps or dance_sde and a noise_level above 0"
         )
     if end > steps:
