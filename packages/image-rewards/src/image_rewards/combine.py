@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from image_rewards.base import Reward, RewardResult, RewardSample
-from image_rewards.errors import RewardConfigError
+from image_rewards.errors import require
 from image_rewards.functions import as_reward
 from image_rewards.registry import load
 
@@ -52,23 +52,21 @@ class Part:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.weight):
-            raise RewardConfigError(f"weight={self.weight!r} of part {self.label!r} is not a finite number.")
-        if (self.low is None) != (self.high is None) or (self.mean is None) != (self.std is None):
-            raise RewardConfigError(f"part {self.label!r}: low and high go together, and so do mean and std.")
-        if self.low is not None and self.mean is not None:
-            raise RewardConfigError(f"part {self.label!r}: choose low and high, or mean and std, not both.")
-        if self.low is not None and self.high is not None and not self.low < self.high:
-            raise RewardConfigError(f"part {self.label!r}: low={self.low!r} must be less than high={self.high!r}.")
-        if self.std is not None and not self.std > 0:
-            raise RewardConfigError(f"part {self.label!r}: std={self.std!r} must be positive.")
-        if self.clip is not None and not (len(self.clip) == 2 and self.clip[0] <= self.clip[1]):
-            raise RewardConfigError(f"part {self.label!r}: clip={self.clip!r} must be (lowest, highest).")
-        if not self.required and self.missing is None:
-            raise RewardConfigError(
-                f"part {self.label!r} is optional but has no value for when it fails. Give missing=NUMBER "
-                "(on the scaled range), so that a failure cannot pass as a score that nobody chose."
-            )
+        low, high, mean, std, clip = self.low, self.high, self.mean, self.std, self.clip
+        faults = {
+            f"weight={self.weight!r} is not a finite number.": not math.isfinite(self.weight),
+            "low and high go together, and so do mean and std.": (low is None) != (high is None)
+            or (mean is None) != (std is None),
+            "choose low and high, or mean and std, not both.": low is not None and mean is not None,
+            f"low={low!r} must be less than high={high!r}.": low is not None and high is not None and not low < high,
+            f"std={std!r} must be positive.": std is not None and not std > 0,
+            f"clip={clip!r} must be (lowest, highest).": clip is not None
+            and not (len(clip) == 2 and clip[0] <= clip[1]),
+            "it is optional but has no value for when it fails. Give missing=NUMBER (on the scaled range), so that a failure "
+            "cannot pass as a score that nobody chose.": not self.required and self.missing is None,
+        }
+        for fault, found in faults.items():
+            require(not found, f"part {self.label!r}: {fault}")
 
     @property
     def label(self) -> str:
@@ -109,24 +107,18 @@ class CombinedReward(Reward):
         clip: tuple[float, float] | None = None,
         gated_score: float = 0.0,
     ) -> None:
-        if not parts:
-            raise RewardConfigError("combine needs at least one part.")
+        require(len(parts) > 0, "combine needs at least one part.")
         self.parts = [part if isinstance(part, Part) else _part(part) for part in parts]
         labels = [part.label for part in self.parts]
-        twice = sorted({label for label in labels if labels.count(label) > 1})
-        if twice:
-            raise RewardConfigError(f"parts share the name {twice[0]!r}. Give each its own name=.")
-        if all(part.weight == 0 for part in self.parts):
-            raise RewardConfigError("every part has weight 0, so every score would be 0.")
+        for label in labels:
+            require(labels.count(label) == 1, f"parts share the name {label!r}. Give each its own name=.")
+        require(any(part.weight for part in self.parts), "every part has weight 0, so every score would be 0.")
         self.clip, self.gated_score = clip, gated_score
         self.rewards: dict[str, Reward] = {}
         self.sources: list[str] = []  # for each part, the key in `rewards`
         for part in self.parts:
-            key = (
-                str(id(part.reward))
-                if isinstance(part.reward, Reward)
-                else f"{part.reward}{sorted(part.options.items())}"
-            )
+            named = isinstance(part.reward, str)
+            key = f"{part.reward}{sorted(part.options.items())}" if named else str(id(part.reward))
             if key not in self.rewards:
                 self.rewards[key] = load(part.reward, **part.options) if isinstance(part.reward, str) else part.reward
             self.sources.append(key)
@@ -182,12 +174,9 @@ class CombinedReward(Reward):
 
 def _part(given: Mapping[str, Any]) -> Part:
     known = [f.name for f in fields(Part)]
-    unknown = [key for key in given if key not in known]
-    if unknown or "reward" not in given:
-        raise RewardConfigError(
-            f"part {dict(given)!r} {f'has the unknown key {unknown[0]!r}' if unknown else 'names no reward'}. "
-            f"Keys: {', '.join(known)}."
-        )
+    for key in given:
+        require(key in known, f"part {dict(given)!r} has the unknown key {key!r}. Keys: {', '.join(known)}.")
+    require("reward" in given, f"part {dict(given)!r} names no reward. Keys: {', '.join(known)}.")
     values = dict(given)
     if values.get("clip") is not None:
         values["clip"] = tuple(values["clip"])

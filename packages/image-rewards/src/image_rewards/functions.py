@@ -7,13 +7,15 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter
 from typing import Any
 
 from image_rewards.base import Reward, RewardResult, RewardSample, Score
-from image_rewards.errors import RewardConfigError, RewardError, nearest
+from image_rewards.errors import RewardConfigError, RewardError, nearest, require
 
 ONE, MANY = ("image", "prompt", "metadata"), ("images", "prompts", "metadata")
 _TYPES = {"int": numbers.Integral, "float": numbers.Real, "bool": bool, "str": str}
+_STARRED = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 class FunctionReward(Reward):
@@ -27,67 +29,47 @@ class FunctionReward(Reward):
     video = True  # the function gets what there is
 
     def __init__(self, function: Callable[..., Any], name: str = "", options: Mapping[str, Any] | None = None) -> None:
-        own = getattr(function, "__name__", type(function).__name__)
-        self.name = name or own  # type: ignore[misc]
+        self.name = name or getattr(function, "__name__", type(function).__name__)  # type: ignore[misc]
         options = dict(options or {})
-        parameters = list(_signature(function, self.name).values())
-        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        parameters = _signature(function, self.name)
+        positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         first = positional[0].name if positional else ""
         self._whole, self._many = first in ("sample", "samples"), first in ("images", "samples")
-        needed = [p for p in positional if p.default is p.empty]
-        taken = (
-            1
-            if self._whole
-            else min(len(ONE), sum(p.default is p.empty or p.name in (*ONE, *MANY) for p in positional))
-        )
-        self._arguments = taken
-        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-            self._arguments = max(taken, 2)
-        elif not taken:
-            raise RewardConfigError(
-                f"reward {self.name!r}: the function takes no picture; write it as def {self.name}(image, prompt)"
-            )
-        # Behind a star they are given by name: def f(image, *, prompt).
-        names = MANY if self._many else ONE
-        self._named = (
-            {}
-            if self._whole
-            else {
-                name: field
-                for name, field in zip(names, ONE, strict=True)
-                if any(p.kind is p.KEYWORD_ONLY and p.name == name for p in parameters)
-            }
-        )
-        missing = [p.name for p in needed[taken:] if p.name not in options]
-        missing += [
-            p.name
-            for p in parameters
-            if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in (*options, *self._named)
+        given = [p for p in positional if p.default is p.empty or p.name in (*ONE, *MANY)][
+            : 1 if self._whole else len(ONE)
         ]
-        known = {
-            p.name: p
-            for p in parameters
-            if p not in positional[:taken] and p.kind is not p.VAR_POSITIONAL and p.name not in self._named
+        self._arguments = len(given)
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
+            self._arguments = max(self._arguments, 2)
+        require(
+            self._arguments > 0,
+            f"reward {self.name!r}: the function takes no picture; write it as def {self.name}(image, prompt)",
+        )
+        # Behind a star they are given by name: def f(image, *, prompt).
+        by_name = {} if self._whole else dict(zip(MANY if self._many else ONE, ONE, strict=True))
+        self._named = {
+            n: f for n, f in by_name.items() if n in parameters and parameters[n].kind is Parameter.KEYWORD_ONLY
         }
-        check_options(self.name, options, known, missing)
+        taken = {p.name for p in given} | self._named.keys()
+        check_options(self.name, options, {key: p for key, p in parameters.items() if key not in taken})
         self._function = functools.partial(function, **options) if options else function
 
     def score_valid(self, samples: Sequence[RewardSample]) -> Sequence[Score]:
         if self._many:
-            columns = [[getattr(s, name) for s in samples] for name in ONE]
-            lists = {name: [getattr(s, field) for s in samples] for name, field in self._named.items()}
-            rows = [list(samples)] if self._whole else columns[: self._arguments]
-            answer: Sequence[Score] = self._function(*rows, **lists)
+            columns = [list(samples)] if self._whole else [[getattr(s, name) for s in samples] for name in ONE]
+            named = {name: [getattr(s, field) for s in samples] for name, field in self._named.items()}
+            answer: Sequence[Score] = self._function(*columns[: self._arguments], **named)
             return answer
-        results: list[Score] = []
-        for sample in samples:
-            given = [sample] if self._whole else [getattr(sample, name) for name in ONE]
-            try:
-                by_name = {name: getattr(sample, field) for name, field in self._named.items()}
-                results.append(self._function(*given[: self._arguments], **by_name))
-            except RewardError as error:
-                results.append(RewardResult.failed(error))
-        return results
+        return [self._score_one(sample) for sample in samples]
+
+    def _score_one(self, sample: RewardSample) -> Score:
+        given = [sample] if self._whole else [getattr(sample, name) for name in ONE]
+        named = {name: getattr(sample, field) for name, field in self._named.items()}
+        try:
+            score: Score = self._function(*given[: self._arguments], **named)
+            return score
+        except RewardError as error:
+            return RewardResult.failed(error)
 
 
 def as_reward(found: Any, options: Mapping[str, Any] | None = None, name: str = "") -> Reward:
@@ -98,20 +80,11 @@ def as_reward(found: Any, options: Mapping[str, Any] | None = None, name: str = 
     """
     options = dict(options or {})
     if isinstance(found, Reward):
-        if options:
-            raise RewardConfigError(
-                f"options {options!r} go with a reward's name, class or function, not with {found!r}"
-            )
+        require(not options, f"options {options!r} go with a reward's name, class or function, not with {found!r}")
         return found
     if isinstance(found, type):
         name = name or found.__name__
-        parameters = _signature(found, name)
-        required = [
-            p.name
-            for p in parameters.values()
-            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        ]
-        check_options(name, options, parameters, [key for key in required if key not in options])
+        check_options(name, options, _signature(found, name))
         try:
             made = found(**options)
         except RewardError:
@@ -129,32 +102,29 @@ def as_reward(found: Any, options: Mapping[str, Any] | None = None, name: str = 
     )
 
 
-def check_options(
-    name: str, options: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], missing: Sequence[str]
-) -> None:
-    """Refuse an option that there is not (the nearest one is named), one that is missing, and one of another plain type."""
-    known = [key for key, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL, p.POSITIONAL_ONLY)]
+def check_options(name: str, options: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> None:
+    """Refuse an option that there is not (the nearest one is named), one of another plain type, and one that is missing."""
+    own = {key: p for key, p in parameters.items() if p.kind not in _STARRED}
+    known = [key for key, p in own.items() if p.kind is not p.POSITIONAL_ONLY]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for key, value in options.items():
-        if key not in known and not takes_any:
-            raise RewardConfigError(
-                f"reward {name!r} has no option {key!r}.{nearest(key, known)} Options: {', '.join(known) or 'none'}."
-            )
-        annotation = parameters[key].annotation if key in parameters else ""
+        wrong = f"reward {name!r} has no option {key!r}.{nearest(key, known)} Options: {', '.join(known) or 'none'}."
+        require(takes_any or key in known, wrong)
+        annotation = own[key].annotation if key in own else ""
         wanted = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-        kind = _TYPES.get(wanted)
-        if kind is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-            raise RewardConfigError(f"reward {name!r}: option {key}={value!r} must be of type {wanted}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise RewardConfigError(f"reward {name!r}: option {key}={value!r} must be a finite number")
-    if missing:
-        raise RewardConfigError(
-            f"reward {name!r} needs the option {missing[0]!r}: set reward.options.{missing[0]}=VALUE in a config, or "
-            f"--option {missing[0]}=VALUE"
+        kind = _TYPES.get(wanted, object)
+        fits = isinstance(value, kind) and (kind in (bool, object) or not isinstance(value, bool))
+        require(fits, f"reward {name!r}: option {key}={value!r} must be of type {wanted}")
+        finite = not isinstance(value, float) or math.isfinite(value)
+        require(finite, f"reward {name!r}: option {key}={value!r} must be a finite number")
+    for key, p in own.items():
+        require(
+            p.default is not p.empty or key in options,
+            f"reward {name!r} needs the option {key!r}: set reward.options.{key}=VALUE in a config, or --option {key}=VALUE",
         )
 
 
-def _signature(function: Any, name: str) -> Mapping[str, inspect.Parameter]:
+def _signature(function: Any, name: str) -> Mapping[str, Parameter]:
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError) as error:

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from image_rewards.base import PerSampleReward, RewardResult, RewardSample
-from image_rewards.errors import RewardConfigError
+from image_rewards.errors import require
 
 
 def jpeg_kilobytes(image: np.ndarray, quality: int = 95) -> float:
@@ -31,8 +31,7 @@ class JpegIncompressibility(PerSampleReward):
     sign: ClassVar[float] = 1.0
 
     def __init__(self, quality: int = 95) -> None:
-        if not 1 <= quality <= 95:
-            raise RewardConfigError(f"quality={quality!r} is out of range. JPEG quality goes from 1 to 95.")
+        require(1 <= quality <= 95, f"quality={quality!r} is out of range. JPEG quality goes from 1 to 95.")
         self.quality = quality
 
     def score_one(self, sample: RewardSample) -> RewardResult:

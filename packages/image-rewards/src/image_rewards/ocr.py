@@ -71,17 +71,20 @@ class OcrReward(PerSampleReward):
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         for text in self.target_of(prompt, metadata):
             letters = normalize(text, ignore_case=False)
-            if set(letters) <= STROKES and (len(letters) == 1 or (len(letters) == 2 and not letters.isupper())):
-                raise RewardTargetError(
-                    f"ocr: the engine cannot tell I, l, 1, !, | and dashes apart with no other letter beside them, so right "
-                    f"pictures of the target {text!r} would score 0. Use a longer text, or the 'vlm' reward."
-                )
+            bare = len(letters) == 1 or (len(letters) == 2 and not letters.isupper())
+            require(
+                not (bare and set(letters) <= STROKES),
+                f"ocr: the engine cannot tell I, l, 1, !, | and dashes apart with no other letter beside them, so right "
+                f"pictures of the target {text!r} would score 0. Use a longer text, or the 'vlm' reward.",
+                RewardTargetError,
+            )
             unknown = self._engine.unreadable(text)
-            if unknown:
-                raise RewardTargetError(
-                    f"ocr: the engine cannot read {', '.join(map(repr, unknown))} in the target {text!r}, "
-                    "so no picture could ever be right. Use another text, or the 'vlm' reward."
-                )
+            require(
+                not unknown,
+                f"ocr: the engine cannot read {', '.join(map(repr, unknown))} in the target {text!r}, "
+                "so no picture could ever be right. Use another text, or the 'vlm' reward.",
+                RewardTargetError,
+            )
 
     def score_one(self, sample: RewardSample) -> RewardResult:
         lines = self._engine.read(sample.image)

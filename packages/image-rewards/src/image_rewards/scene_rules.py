@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from image_rewards.errors import RewardTargetError
+from image_rewards.errors import RewardTargetError, require
 
 RELATIONS = ("left of", "right of", "above", "below")
 POSITION_SLACK = 0.1  # objects may overlap by this share of their summed sizes and still be apart
@@ -60,47 +60,43 @@ class Questions:
 def parse_questions(metadata: Mapping[str, Any], names: Container[str], colors: Container[str]) -> Questions:
     """Read include and exclude. Raises `RewardTargetError` for whatever could never be found."""
     include = _entries(metadata.get("include"), "include", names, colors)
-    if not include:
-        raise RewardTargetError(f"no 'include' in metadata {dict(metadata)!r}: list at least one object to look for.")
+    none = f"no 'include' in metadata {dict(metadata)!r}: list at least one object to look for."
+    require(len(include) > 0, none, RewardTargetError)
     for number, asked in enumerate(include):
-        if asked.relation is not None and not 0 <= asked.to < number:
-            raise RewardTargetError(
-                f"include[{number}]: position refers to entry {asked.to!r}; it must be one of the entries before it."
-            )
+        wrong = f"include[{number}]: position refers to entry {asked.to!r}; it must be one of the entries before it."
+        require(asked.relation is None or 0 <= asked.to < number, wrong, RewardTargetError)
     return Questions(include, _entries(metadata.get("exclude", []), "exclude", names, colors))
 
 
 def _entries(given: Any, where: str, names: Container[str], colors: Container[str]) -> tuple[Asked, ...]:
     if given is None:
         return ()
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise RewardTargetError(f"{where}={given!r} must be a list of objects.")
-    entries = []
-    for number, row in enumerate(given):
-        label = f"{where}[{number}]"
-        if not isinstance(row, Mapping) or "class" not in row:
-            raise RewardTargetError(f"{label}={row!r} must be of the form {{'class': NAME, 'count': NUMBER, ...}}.")
-        unknown = set(row) - {"class", "count", "color", "position"}
-        if unknown:
-            raise RewardTargetError(f"{label} has the unknown key {sorted(unknown)[0]!r}.")
-        count, color, position = row.get("count", 1), row.get("color"), row.get("position")
-        if not isinstance(row["class"], str) or row["class"] not in names:
-            raise RewardTargetError(f"{label}: class={row['class']!r} is not one that can be found.")
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise RewardTargetError(f"{label}: count={count!r} must be a whole number of at least 1.")
-        if color is not None and (not isinstance(color, str) or color not in colors):
-            raise RewardTargetError(f"{label}: color={color!r} is not one that can be told.")
-        relation, to = None, 0
-        if position is not None:
-            if not (isinstance(position, Sequence) and len(position) == 2 and isinstance(position[1], int)):
-                raise RewardTargetError(f"{label}: position={position!r} must be [RELATION, ENTRY NUMBER].")
-            relation, to = position
-            if relation not in RELATIONS:
-                raise RewardTargetError(
-                    f"{label}: position={relation!r} is unknown. Choose one of {', '.join(RELATIONS)}."
-                )
-        entries.append(Asked(row["class"], count, color, relation, to))
-    return tuple(entries)
+    listed = isinstance(given, Sequence) and not isinstance(given, str)
+    require(listed, f"{where}={given!r} must be a list of objects.", RewardTargetError)
+    return tuple(_entry(row, f"{where}[{number}]", names, colors) for number, row in enumerate(given))
+
+
+def _entry(row: Any, label: str, names: Container[str], colors: Container[str]) -> Asked:
+    def must(holds: bool, message: str) -> None:
+        require(holds, f"{label}{message}", RewardTargetError)
+
+    fits = isinstance(row, Mapping) and "class" in row
+    must(fits, f"={row!r} must be of the form {{'class': NAME, 'count': NUMBER, ...}}.")
+    for key in sorted(row):
+        must(key in ("class", "count", "color", "position"), f" has the unknown key {key!r}.")
+    name, count, color, position = row["class"], row.get("count", 1), row.get("color"), row.get("position")
+    must(isinstance(name, str) and name in names, f": class={name!r} is not one that can be found.")
+    whole = isinstance(count, int) and not isinstance(count, bool) and count >= 1
+    must(whole, f": count={count!r} must be a whole number of at least 1.")
+    told = color is None or (isinstance(color, str) and color in colors)
+    must(told, f": color={color!r} is not one that can be told.")
+    if position is None:
+        return Asked(name, count, color)
+    pair = isinstance(position, Sequence) and len(position) == 2 and isinstance(position[1], int)
+    must(pair, f": position={position!r} must be [RELATION, ENTRY NUMBER].")
+    relation, to = position
+    must(relation in RELATIONS, f": position={relation!r} is unknown. Choose one of {', '.join(RELATIONS)}.")
+    return Asked(name, count, color, relation, to)
 
 
 def relations_between(a: Sequence[float], b: Sequence[float]) -> set[str]:
@@ -133,9 +129,7 @@ def judge(found: Sequence[Found], questions: Questions) -> dict[str, float]:
     right = True
     for asked in questions.include:
         group = [f for f in sorted(found, key=lambda f: -f.confidence) if f.name == asked.name]
-        if (
-            asked.color is not None
-        ):  # GenEval takes the most confident; among equals, those of the right colour come first
+        if asked.color is not None:  # the most confident, as GenEval does; of equals, the right colour first
             group.sort(key=lambda f: (-f.confidence, f.color != asked.color))
         group = group[: asked.count]
         complete = len(group) == asked.count

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from image_rewards.base import PerSampleReward, RewardResult, RewardSample, check_weights
-from image_rewards.errors import RewardTargetError
+from image_rewards.errors import RewardTargetError, require
 from image_rewards.pixels import BACKGROUNDS, COLORS, SHAPES, Scene, read_scene
 from image_rewards.scene_rules import Found, judge, parse_questions
 
@@ -55,16 +55,18 @@ def parse_target(prompt: str, metadata: Mapping[str, Any]) -> ShapesTarget:
     values: dict[str, Any] = {}
     for key, allowed in (("count", None), ("color", COLORS), ("shape", SHAPES), ("background", BACKGROUNDS)):
         value = metadata.get(key, spoken.get(key))
-        if value is None:
-            raise RewardTargetError(
-                f"shapes: no {key!r} in metadata {dict(metadata)!r}, and the prompt {prompt!r} does not read like "
-                "'three red circles on a black background'. Give metadata count, color, shape and background."
-            )
+        require(
+            value is not None,
+            f"shapes: no {key!r} in metadata {dict(metadata)!r}, and the prompt {prompt!r} does not read like "
+            "'three red circles on a black background'. Give metadata count, color, shape and background.",
+            RewardTargetError,
+        )
         if allowed is None:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise RewardTargetError(f"shapes: count={value!r} must be a whole number of at least 1.")
-        elif value not in allowed:
-            raise RewardTargetError(f"shapes: {key}={value!r} is unknown. Choose one of {', '.join(allowed)}.")
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            require(whole, f"shapes: count={value!r} must be a whole number of at least 1.", RewardTargetError)
+        else:
+            wrong = f"shapes: {key}={value!r} is unknown. Choose one of {', '.join(allowed)}."
+            require(value in allowed, wrong, RewardTargetError)
         values[key] = value
     return ShapesTarget(**values)
 
@@ -132,20 +134,16 @@ class ShapesReward(PerSampleReward):
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         if "include" in metadata:
             parse_questions(metadata, SHAPES, COLORS)
-            if metadata.get("background", "black") not in BACKGROUNDS:
-                raise RewardTargetError(
-                    f"shapes: background={metadata['background']!r} is unknown. Choose one of {', '.join(BACKGROUNDS)}."
-                )
+            background = metadata.get("background", "black")
+            wrong = f"shapes: background={background!r} is unknown. Choose one of {', '.join(BACKGROUNDS)}."
+            require(background in BACKGROUNDS, wrong, RewardTargetError)
         else:
             parse_target(prompt, metadata)
 
     def target_of(self, prompt: str, metadata: Mapping[str, Any]) -> Any:
-        asked = ("include", "exclude", "background")
-        return (
-            {k: metadata[k] for k in asked if k in metadata}
-            if "include" in metadata
-            else parse_target(prompt, metadata)
-        )
+        if "include" not in metadata:
+            return parse_target(prompt, metadata)
+        return {key: metadata[key] for key in ("include", "exclude", "background") if key in metadata}
 
     def score_one(self, sample: RewardSample) -> RewardResult:
         scene = read_scene(sample.image)

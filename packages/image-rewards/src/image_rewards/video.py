@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from image_rewards.base import Reward, RewardResult, RewardSample
-from image_rewards.errors import RewardConfigError
+from image_rewards.errors import require
 
 AGGREGATES: dict[str, Callable[[np.ndarray], float]] = {
     "mean": lambda x: float(x.mean()),
@@ -28,18 +28,15 @@ AGGREGATES: dict[str, Callable[[np.ndarray], float]] = {
 class VideoReward(Reward):
     """Scores frames with `inner` and joins them with `aggregate`; a picture counts as a video of one frame.
 
-    max_frames  score at most this many frames, evenly spread and always with the first and the last; None = all
     A frame that fails makes the video fail, with the frame's number in the error.
     """
 
     video = True
 
-    def __init__(self, inner: Reward, aggregate: str = "mean", max_frames: int | None = None) -> None:
-        if aggregate not in AGGREGATES:
-            raise RewardConfigError(f"aggregate={aggregate!r} is unknown. Choose one of {', '.join(AGGREGATES)}.")
-        if max_frames is not None and max_frames < 1:
-            raise RewardConfigError(f"max_frames={max_frames!r} must be at least 1.")
-        self.inner, self.aggregate, self.max_frames = inner, aggregate, max_frames
+    def __init__(self, inner: Reward, aggregate: str = "mean") -> None:
+        known = ", ".join(AGGREGATES)
+        require(aggregate in AGGREGATES, f"aggregate={aggregate!r} is unknown. Choose one of {known}.")
+        self.inner, self.aggregate = inner, aggregate
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -60,10 +57,7 @@ class VideoReward(Reward):
 
     def frame_numbers(self, total: int) -> list[int]:
         """Which of `total` frames are scored."""
-        if self.aggregate in ("first", "last"):
-            return [0 if self.aggregate == "first" else total - 1]
-        count = total if self.max_frames is None else min(total, self.max_frames)
-        return [0] if count == 1 else [round(i * (total - 1) / (count - 1)) for i in range(count)]
+        return {"first": [0], "last": [total - 1]}.get(self.aggregate, list(range(total)))
 
     def score_valid(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         frames: list[RewardSample] = []
