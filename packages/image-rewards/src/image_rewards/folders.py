@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from image_rewards.base import RewardSample
-from image_rewards.errors import RewardConfigError, RewardError, RewardInputError
+from image_rewards.errors import RewardConfigError, RewardError, RewardInputError, require
 from image_rewards.prompt_files import lines_of, text_of, without_nulls
 from image_rewards.wire import decode_picture
 
@@ -48,17 +49,10 @@ def read_samples(path: Path, root: Path | None, batch_size: int) -> Iterator[lis
     else:
         raise RewardConfigError(f"{str(path)!r} is neither a folder nor a file.")
     found = False
-    batch: list[Item] = []
-    for item in entries:
+    while batch := list(itertools.islice(entries, batch_size)):
         found = True
-        batch.append(item)
-        if len(batch) == batch_size:
-            yield batch
-            batch = []
-    if batch:
         yield batch
-    if not found:
-        raise RewardConfigError(f"{str(path)!r} holds no picture ({', '.join(SUFFIXES)}; subfolders are not searched).")
+    require(found, f"{str(path)!r} holds no picture ({', '.join(SUFFIXES)}; subfolders are not searched).")
 
 
 def _from_folder(file: Path) -> Item:
@@ -85,24 +79,25 @@ def _from_lines(path: Path, root: Path) -> Iterator[Item]:
             prompt, metadata = _prompt_of(row, where)
             given = row.get("frames", row.get("image"))
             paths: list[Any] = given if isinstance(given, list) else [given]
-            if not paths or not all(isinstance(p, str) for p in paths):
-                raise RewardInputError(f"{where}: needs 'image': PATH, or 'frames': [PATH, ...].")
+            texts = bool(paths) and all(isinstance(path, str) for path in paths)
+            _must(texts, f"{where}: needs 'image': PATH, or 'frames': [PATH, ...].")
             name = paths[0]
-            frames = [_read(_inside(root, p, where)) for p in paths]
-            if any(frame.shape != frames[0].shape for frame in frames):
-                raise RewardInputError(f"{where}: the frames differ in size.")
+            frames = [_read(_inside(root, path, where)) for path in paths]
+            _must(all(frame.shape == frames[0].shape for frame in frames), f"{where}: the frames differ in size.")
             image = np.stack(frames) if "frames" in row else frames[0]
             yield Item(name, RewardSample(image, prompt, metadata, uid=name, index=number))
         except (RewardError, OSError, UnicodeError) as error:
             yield Item(name, RewardSample(NO_PICTURE, prompt, metadata, uid=name, index=number), _typed(error))
 
 
+def _must(holds: bool, message: str) -> None:
+    require(holds, message, RewardInputError)
+
+
 def _inside(root: Path, path: str, where: str) -> Path:
     full = (root / path).resolve()
-    if not full.is_relative_to(root):
-        raise RewardInputError(
-            f"{where}: the path {path!r} leads out of {str(root)!r}. Give --root to allow a larger folder."
-        )
+    out = f"{where}: the path {path!r} leads out of {str(root)!r}. Give --root to allow a larger folder."
+    _must(full.is_relative_to(root), out)
     return full
 
 
@@ -115,15 +110,14 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RewardInputError(f"{where}: not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise RewardInputError(f"{where}: a {type(row).__name__}, not an object.")
+    _must(isinstance(row, dict), f"{where}: a {type(row).__name__}, not an object.")
     return dict(without_nulls(row))
 
 
 def _prompt_of(row: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:
     prompt, metadata = row.get("prompt", ""), row.get("metadata", {})
-    if not isinstance(prompt, str) or not isinstance(metadata, dict):
-        raise RewardInputError(f"{where}: 'prompt' must be a text and 'metadata' an object.")
+    fits = isinstance(prompt, str) and isinstance(metadata, dict)
+    _must(fits, f"{where}: 'prompt' must be a text and 'metadata' an object.")
     return prompt, metadata
 
 

@@ -19,12 +19,12 @@ import difflib
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_rewards.errors import PromptFileError, missing_extra
+from image_rewards.errors import PromptFileError, missing_extra, require
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv", ".parquet")
 PROMPT_NAMES = ("prompt", "caption", "text")
@@ -65,6 +65,10 @@ class PromptRow:
         return f"{self.file}, {self.unit} {self.number}"
 
 
+def _must(holds: bool, message: str) -> None:
+    require(holds, message, PromptFileError)
+
+
 def prompt_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     """The files behind a path or a list of paths. A folder means its files of a known suffix, by name, without its subfolders.
 
@@ -72,28 +76,20 @@ def prompt_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
         PromptFileError: a path that is not there, a folder without a prompt file, or a file named twice.
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
-    if not given or "" in given:
-        raise PromptFileError("no prompt file is named; give a file, a folder or a list of them")
+    _must(bool(given) and "" not in given, "no prompt file is named; give a file, a folder or a list of them")
     files: list[Path] = []
     for path in map(Path, given):
+        inside = [path]
         if path.is_dir():
-            inside = sorted(
-                f for f in path.iterdir() if f.is_file() and f.suffix.lower() in SUFFIXES and f.name[0] != "."
-            )
-            if not inside:
-                raise PromptFileError(f"the folder {str(path)!r} holds no prompt file ({', '.join(SUFFIXES)})")
-            files += inside
-        elif path.is_file():
-            files.append(path)
-        else:
-            hint = "; several files are a list: [a.jsonl,b.jsonl]" if "," in str(path) else ""
-            raise PromptFileError(
-                f"there is no prompt file {str(path)!r}; give a file, a folder or a list of them{hint}"
-            )
+            inside = [f for f in path.iterdir() if f.is_file() and f.suffix.lower() in SUFFIXES and f.name[0] != "."]
+            _must(bool(inside), f"the folder {str(path)!r} holds no prompt file ({', '.join(SUFFIXES)})")
+        hint = "; several files are a list: [a.jsonl,b.jsonl]" if "," in str(path) else ""
+        missing = f"there is no prompt file {str(path)!r}; give a file, a folder or a list of them{hint}"
+        _must(path.is_dir() or path.is_file(), missing)
+        files += sorted(inside)
     real = [file.resolve() for file in files]
-    twice = [file for file, name in zip(files, real, strict=True) if real.count(name) > 1]
-    if twice:
-        raise PromptFileError(f"prompt file {str(twice[0])!r} is named twice; its prompts would count double")
+    for file, name in zip(files, real, strict=True):
+        _must(real.count(name) == 1, f"prompt file {str(file)!r} is named twice; its prompts would count double")
     return files
 
 
@@ -108,33 +104,31 @@ def read_prompts(paths: str | Path | Sequence[str | Path]) -> list[PromptRow]:
 
 
 def _read(file: Path) -> list[PromptRow]:
-    kind = file.suffix.lower()
-    unit = "line"
-    if kind == ".parquet":
-        found, unit = _parquet(file), "row"
-    else:
-        text = text_of(file)
-        start = text.lstrip()[:1]
-        if kind in (".csv", ".tsv"):
-            found = _table(file, text, kind)
-        elif start and start in "{[" and (kind != ".txt" or _is_json(text)):
-            whole = None if kind in (".jsonl", ".ndjson") and start == "{" else _whole(text)
-            if whole is not None:
-                found, unit = enumerate(whole, 1), "entry"
-            elif start == "{":
-                found = _lines(file, text)
-            else:
-                raise PromptFileError(f"{file}{_fault(text)}; a JSON file is a list of objects or of texts")
-        elif kind in (".txt", ".jsonl", ".ndjson", ".json"):
-            found = _plain(text) if kind == ".txt" else _lines(file, text)
-        else:
-            raise PromptFileError(
-                f"{file}: it is not clear what a file named {file.name!r} holds; end its name with one of {', '.join(SUFFIXES)}"
-            )
+    unit, found = _entries(file)
     rows = [_row(file, unit, number, value) for number, value in found]
-    if not rows:
-        raise PromptFileError(f"prompt file {str(file)!r} holds no prompt; write one a line")
+    _must(bool(rows), f"prompt file {str(file)!r} holds no prompt; write one a line")
     return rows
+
+
+def _entries(file: Path) -> tuple[str, Iterable[tuple[int, Any]]]:
+    """What an entry is called ("line", "row", "entry"), and each with its number."""
+    kind = file.suffix.lower()
+    if kind == ".parquet":
+        return "row", _parquet(file)
+    text = text_of(file)
+    start = text.lstrip()[:1]
+    if kind in (".csv", ".tsv"):
+        return "line", _table(file, text, kind)
+    if start and start in "{[" and (kind != ".txt" or _is_json(text)):
+        whole = None if kind in (".jsonl", ".ndjson") and start == "{" else _whole(text)
+        if whole is not None:
+            return "entry", enumerate(whole, 1)
+        if start != "{":
+            raise PromptFileError(f"{file}{_fault(text)}; a JSON file is a list of objects or of texts")
+        return "line", _lines(file, text)
+    unclear = f"{file}: it is not clear what a file named {file.name!r} holds; end its name with one of "
+    _must(kind in SUFFIXES, unclear + ", ".join(SUFFIXES))
+    return "line", _plain(text) if kind == ".txt" else _lines(file, text)
 
 
 def text_of(file: Path) -> str:
@@ -143,13 +137,12 @@ def text_of(file: Path) -> str:
         data = file.read_bytes()
     except OSError as error:
         raise PromptFileError(f"{file} cannot be read: {error}") from error
-    if data.startswith(b"version https://git-lfs"):
-        raise PromptFileError(f"{file} is a git-LFS pointer, not the file itself; fetch it with `git lfs pull`")
-    if data.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
-        raise PromptFileError(f"{file} is an HTML page, not a prompt file; download the raw file")
+    pointer = data.startswith(b"version https://git-lfs")
+    _must(not pointer, f"{file} is a git-LFS pointer, not the file itself; fetch it with `git lfs pull`")
+    page = data.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html"))
+    _must(not page, f"{file} is an HTML page, not a prompt file; download the raw file")
     packed = next((name for magic, name in _PACKED.items() if data.startswith(magic)), None)
-    if packed:
-        raise PromptFileError(f"{file} is {packed}, not text; unpack or convert it into one of {', '.join(SUFFIXES)}")
+    _must(not packed, f"{file} is {packed}, not text; unpack or convert it into one of {', '.join(SUFFIXES)}")
     encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
     try:
         text = data.decode(encoding)
@@ -225,14 +218,10 @@ def _table(file: Path, text: str, kind: str) -> Iterator[tuple[int, Any]]:
     headers = {cut: [cell.strip() for cell in next(csv.reader([first], delimiter=cut), [])] for cut in cuts}
     cut = next((c for c in cuts if any(name.lower() in PROMPT_NAMES for name in headers[c])), cuts[0])
     names = [name.lower() if name.lower() in (*PROMPT_NAMES, "metadata") else name for name in headers[cut]]
-    if not set(names) & set(PROMPT_NAMES):
-        raise PromptFileError(
-            f"{file}, line 1 names no column {' or '.join(PROMPT_NAMES)}, only {', '.join(map(repr, names))[:80]}; "
-            "write a header line"
-        )
-    twice = [name for name in names if name and names.count(name) > 1]
-    if twice:
-        raise PromptFileError(f"{file}, line 1 names the column {twice[0]!r} twice")
+    only = f"only {', '.join(map(repr, names))[:80]}; write a header line"
+    _must(bool(set(names) & set(PROMPT_NAMES)), f"{file}, line 1 names no column {' or '.join(PROMPT_NAMES)}, {only}")
+    for name in names:
+        _must(not name or names.count(name) == 1, f"{file}, line 1 names the column {name!r} twice")
     rows = csv.reader(io.StringIO(text, newline=""), delimiter=cut, strict=True)
     number, head = 1, True
     try:
@@ -243,19 +232,10 @@ def _table(file: Path, text: str, kind: str) -> Iterator[tuple[int, Any]]:
             if head:
                 head = False
                 continue
-            if len(cells) != len(names):
-                raise PromptFileError(
-                    f"{file}, line {start} has {len(cells)} cells for {len(names)} columns; put a prompt that holds "
-                    f"{cut!r} in double quotes"
-                )
-            yield (
-                start,
-                {
-                    n or f"column {i + 1}": _cell(n, c)
-                    for i, (n, c) in enumerate(zip(names, cells, strict=True))
-                    if c.strip()
-                },
-            )
+            wrong = f"{file}, line {start} has {len(cells)} cells for {len(names)} columns"
+            _must(len(cells) == len(names), f"{wrong}; put a prompt that holds {cut!r} in double quotes")
+            named = zip([name or f"column {i}" for i, name in enumerate(names, 1)], cells, strict=True)
+            yield start, {name: _cell(name, cell) for name, cell in named if cell.strip()}
     except csv.Error as error:
         raise PromptFileError(f"{file}, line {number} is no {kind[1:].upper()}: {error}") from error
 
@@ -284,26 +264,25 @@ def _parquet(file: Path) -> Iterator[tuple[int, Any]]:
 def _row(file: Path, unit: str, number: int, value: Any) -> PromptRow:
     where = f"{file}, {unit} {number}"
     given = {"prompt": value} if isinstance(value, str) else value
-    if not isinstance(given, Mapping):
-        raise PromptFileError(f'{where} needs a non-empty text under "prompt", got {_short(value)}')
-    given = without_nulls(given)
+    given = without_nulls(given) if isinstance(given, Mapping) else {}
     name = next((n for n in PROMPT_NAMES if n in given), "prompt")
     text, negative = given.pop(name, None), given.pop("negative_prompt", None)
-    if not isinstance(text, str) or not text.strip():
-        raise PromptFileError(f'{where} needs a non-empty text under "{name}", got {_short(value)}')
-    if not isinstance(negative, str | None):
-        raise PromptFileError(f'{where}: "negative_prompt" must be a text, got {negative!r:.80}')
-    metadata = given.pop("metadata", {})
+    _must(
+        isinstance(text, str) and bool(text.strip()),
+        f'{where} needs a non-empty text under "{name}", got {_short(value)}',
+    )
+    _must(isinstance(negative, str | None), f'{where}: "negative_prompt" must be a text, got {negative!r:.80}')
+    metadata: Any = given.pop("metadata", {})
     if isinstance(metadata, str):
-        metadata = _metadata_text(metadata, where)
-    if not isinstance(metadata, dict):
-        raise PromptFileError(f'{where}: "metadata" must be an object, got {metadata!r:.80}')
+        with contextlib.suppress(ValueError, RecursionError):
+            metadata = without_nulls(json.loads(metadata))
+    _must(isinstance(metadata, dict), f'{where}: "metadata" must be an object, got {metadata!r:.80}')
     for key, other in given.items():
         known = str(key).lower()
-        if known in _NEGATIVE or difflib.SequenceMatcher(None, known, "negative_prompt").ratio() > 0.85:
-            raise PromptFileError(f'{where}: the field {key!r} looks like "negative_prompt"; write it so')
-        if key in metadata and metadata[key] != other:
-            raise PromptFileError(f"{where}: {key!r} stands both beside and in the metadata, with two values; keep one")
+        slip = known in _NEGATIVE or difflib.SequenceMatcher(None, known, "negative_prompt").ratio() > 0.85
+        _must(not slip, f'{where}: the field {key!r} looks like "negative_prompt"; write it so')
+        one = f"{where}: {key!r} stands both beside and in the metadata, with two values; keep one"
+        _must(metadata.get(key, other) == other, one)
         metadata[str(key)] = other
     try:  # halves of a surrogate pair can be written in JSON, and no tokenizer takes them
         (text + (negative or "") + json.dumps(metadata, allow_nan=False, ensure_ascii=False)).encode("utf-8")
@@ -314,13 +293,6 @@ def _row(file: Path, unit: str, number: int, value: Any) -> PromptRow:
             f"{where}: metadata must be JSON ({error}); leave out columns that hold pictures or dates"
         ) from error
     return PromptRow(file, number, text, negative, metadata, unit)
-
-
-def _metadata_text(text: str, where: str) -> Any:
-    try:
-        return without_nulls(json.loads(text))
-    except (ValueError, RecursionError) as error:
-        raise PromptFileError(f'{where}: "metadata" must be an object, got the text {text[:80]!r}') from error
 
 
 def without_nulls(value: Any) -> Any:

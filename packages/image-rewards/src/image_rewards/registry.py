@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from image_rewards.base import Reward
-from image_rewards.errors import RewardError, UnknownRewardError, nearest
+from image_rewards.errors import RewardError, UnknownRewardError, nearest, require
 from image_rewards.functions import as_reward
 
 ENTRY_POINT_GROUP = "image_rewards"
@@ -73,10 +73,10 @@ def find(name: str) -> Any:
             f"no reward is named {name!r}.{nearest(name, known)} Known: {', '.join(sorted(known))}; or give "
             "'module:attribute' or './file.py:attribute'."
         )
-    if not module_name.endswith(".py") and ("/" in module_name or os.sep in module_name):
-        raise UnknownRewardError(
-            f"reward {name!r}: {module_name!r} is no module and no .py file; give './file.py:attribute'."
-        )
+    neither = f"reward {name!r}: {module_name!r} is no module and no .py file; give './file.py:attribute'."
+    require(
+        module_name.endswith(".py") or not ("/" in module_name or os.sep in module_name), neither, UnknownRewardError
+    )
     use_folder(os.getcwd())
     try:
         module = _imported(module_name)
@@ -87,10 +87,8 @@ def find(name: str) -> Any:
             f"reward {name!r} points to {target!r}, which cannot be imported on {socket.gethostname()} from {os.getcwd()}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if not hasattr(module, attribute):
-        raise UnknownRewardError(
-            f"reward {name!r}: {module_name!r} has no {attribute!r}.{nearest(attribute, vars(module))}"
-        )
+    missing = f"reward {name!r}: {module_name!r} has no {attribute!r}.{nearest(attribute, vars(module))}"
+    require(hasattr(module, attribute), missing, UnknownRewardError)
     return getattr(module, attribute)
 
 
@@ -99,18 +97,17 @@ def _imported(name: str) -> Any:
     if not name.endswith(".py"):
         return importlib.import_module(name)
     file = Path(name).resolve()
-    if not file.is_file():
-        raise UnknownRewardError(
-            f"there is no file {str(file)!r} on {socket.gethostname()}. A reward's file must be on every machine that scores: put "
-            "it on a shared file system, or install it as a module."
-        )
+    require(
+        file.is_file(),
+        f"there is no file {str(file)!r} on {socket.gethostname()}. A reward's file must be on every machine that scores: put "
+        "it on a shared file system, or install it as a module.",
+        UnknownRewardError,
+    )
     use_folder(str(file.parent))
     importlib.invalidate_caches()  # it may have been written just now
     module = importlib.import_module(file.stem)
-    if Path(module.__file__ or "").resolve() != file:
-        raise UnknownRewardError(
-            f"{file.stem!r} is the name of another module ({module.__file__}); rename {str(file)!r}"
-        )
+    other = f"{file.stem!r} is the name of another module ({module.__file__}); rename {str(file)!r}"
+    require(Path(module.__file__ or "").resolve() == file, other, UnknownRewardError)
     return module
 
 

@@ -82,7 +82,7 @@ def _entry(row: Any, label: str, names: Container[str], colors: Container[str]) 
 
     fits = isinstance(row, Mapping) and "class" in row
     must(fits, f"={row!r} must be of the form {{'class': NAME, 'count': NUMBER, ...}}.")
-    for key in sorted(row):
+    for key in row:
         must(key in ("class", "count", "color", "position"), f" has the unknown key {key!r}.")
     name, count, color, position = row["class"], row.get("count", 1), row.get("color"), row.get("position")
     must(isinstance(name, str) and name in names, f": class={name!r} is not one that can be found.")

@@ -36,15 +36,8 @@ class VideoReward(Reward):
     def __init__(self, inner: Reward, aggregate: str = "mean") -> None:
         known = ", ".join(AGGREGATES)
         require(aggregate in AGGREGATES, f"aggregate={aggregate!r} is unknown. Choose one of {known}.")
-        self.inner, self.aggregate = inner, aggregate
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return f"{self.inner.name}:{self.aggregate}"
-
-    @property
-    def batch_size(self) -> int:  # type: ignore[override]
-        return self.inner.batch_size
+        self.inner, self.aggregate, self.batch_size = inner, aggregate, inner.batch_size
+        self.name = f"{inner.name}:{aggregate}"  # type: ignore[misc]
 
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         self.inner.check_target(prompt, metadata)

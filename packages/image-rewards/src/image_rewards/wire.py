@@ -35,6 +35,10 @@ _MAX_FRAMES = 4096
 _FIELDS = {"prompt": str, "metadata": dict, "uid": str, "index": int}
 
 
+def _must(holds: bool, message: str) -> None:
+    require(holds, message, RewardInputError)
+
+
 def encode_png(image: np.ndarray, *, level: int = 1) -> bytes:
     """uint8 [3,H,W] as PNG; level is zlib's (1 fast, 9 small)."""
     buffer = io.BytesIO()
@@ -46,20 +50,16 @@ def decode_picture(data: bytes, where: str, formats: Sequence[str] = ("PNG",)) -
     """uint8 [3,H,W] of a PNG (or of `formats`). Raises `RewardInputError` on anything else, truncated or too large."""
     try:
         with Image.open(io.BytesIO(data), formats=list(formats)) as picture:
-            width, height = picture.size
-            if width * height > MAX_PIXELS:
-                raise RewardInputError(f"{where}: {height} x {width} pixels are more than the limit of {MAX_PIXELS}.")
-            if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
-                raise RewardInputError(
-                    f"{where}: the picture has an alpha channel. Put it on a background first (RGB)."
-                )
-            if picture.mode not in ("RGB", "L", "P", "1"):
-                raise RewardInputError(
-                    f"{where}: pictures of mode {picture.mode!r} are not read. Save it as 8-bit RGB."
-                )
+            (width, height), mode = picture.size, picture.mode
+            large = f"{where}: {height} x {width} pixels are more than the limit of {MAX_PIXELS}."
+            _must(width * height <= MAX_PIXELS, large)
+            alpha = mode in ("RGBA", "LA", "PA") or "transparency" in picture.info
+            _must(not alpha, f"{where}: the picture has an alpha channel. Put it on a background first (RGB).")
+            read = mode in ("RGB", "L", "P", "1")
+            _must(read, f"{where}: pictures of mode {mode!r} are not read. Save it as 8-bit RGB.")
             pixels = np.asarray(picture.convert("RGB")).transpose(2, 0, 1).copy()
-            if picture.format == "PNG" and _PNG_END not in data:  # Pillow forgives a file that lacks its last bytes
-                raise RewardInputError(f"{where}: the PNG of {len(data)} bytes has no end: it is truncated.")
+            whole = picture.format != "PNG" or _PNG_END in data  # Pillow forgives a file that lacks its last bytes
+            _must(whole, f"{where}: the PNG of {len(data)} bytes has no end: it is truncated.")
             return pixels
     except RewardInputError:
         raise
@@ -100,60 +100,51 @@ def decode_samples(body: bytes, content_type: str, max_samples: int) -> list[Rew
         rows = rows.get("samples") if isinstance(rows, dict) else None
     else:
         raise RewardInputError(f"content type {content_type!r} is not read. Send {JSON_TYPE} or {TENSOR_TYPE}.")
-    if not isinstance(rows, list) or not rows:
-        raise RewardInputError("the body holds no list 'samples', or an empty one.")
-    if len(rows) > max_samples:
-        raise RewardInputError(f"{len(rows)} samples are more than the limit of {max_samples} a request. Send fewer.")
+    _must(isinstance(rows, list) and bool(rows), "the body holds no list 'samples', or an empty one.")
+    many = f"{len(rows)} samples are more than the limit of {max_samples} a request. Send fewer."
+    _must(len(rows) <= max_samples, many)
     return [_sample(row, i, images) for i, row in enumerate(rows)]
 
 
 def _json(data: bytes | str, where: str) -> Any:
     try:
-        return json.loads(data, parse_constant=lambda word: _refuse(f"{where} holds {word}, which is not JSON."))
+        return json.loads(data, parse_constant=lambda word: _must(False, f"{where} holds {word}, which is not JSON."))
     except RewardInputError:
         raise
     except (ValueError, RecursionError) as error:
         raise RewardInputError(f"{where} is not JSON: {type(error).__name__}: {error}") from error
 
 
-def _refuse(message: str) -> None:
-    raise RewardInputError(message)
-
-
 def _sample(row: Any, number: int, images: dict[str, np.ndarray] | None) -> RewardSample:
     where = f"samples[{number}]"
-    if not isinstance(row, dict):
-        raise RewardInputError(f"{where} is a {type(row).__name__}, not an object.")
-    unknown = sorted(set(row) - {*_FIELDS, "image", "frames"})
-    if unknown:
-        raise RewardInputError(
-            f"{where} has the unknown field {unknown[0]!r}. Fields: image, frames, {', '.join(_FIELDS)}."
-        )
-    for name, kind in _FIELDS.items():
-        if name in row and (not isinstance(row[name], kind) or isinstance(row[name], bool)):
-            raise RewardInputError(f"{where}.{name}={row[name]!r:.80} must be of type {kind.__name__}.")
+    _must(isinstance(row, dict), f"{where} is a {type(row).__name__}, not an object.")
+    known = ("image", "frames", *_FIELDS)
+    for name in sorted(row):
+        _must(name in known, f"{where} has the unknown field {name!r}. Fields: {', '.join(known)}.")
+        kind = _FIELDS.get(name, object)
+        fits = isinstance(row[name], kind) and (name not in _FIELDS or not isinstance(row[name], bool))
+        _must(fits, f"{where}.{name}={row[name]!r:.80} must be of type {kind.__name__}.")
     if images is None:
         image = _pictures(row, where)
     else:
-        require(str(number) in images, f"{where} has no tensor {str(number)!r}.", RewardInputError)
+        _must(str(number) in images, f"{where} has no tensor {str(number)!r}.")
         image = images[str(number)]
     return RewardSample(image, **{name: row[name] for name in _FIELDS if name in row})
 
 
 def _pictures(row: dict[str, Any], where: str) -> np.ndarray:
     """[3,H,W] of "image", or [T,3,H,W] of "frames"."""
-    if ("image" in row) == ("frames" in row):
-        raise RewardInputError(f"{where} needs either 'image' or 'frames'.")
+    _must(("image" in row) != ("frames" in row), f"{where} needs either 'image' or 'frames'.")
     packed = row["frames"] if "frames" in row else [row["image"]]
-    if not isinstance(packed, list) or not packed or len(packed) > _MAX_FRAMES:
-        raise RewardInputError(f"{where}.frames must be a list of 1 to {_MAX_FRAMES} pictures.")
+    listed = isinstance(packed, list) and 0 < len(packed) <= _MAX_FRAMES
+    _must(listed, f"{where}.frames must be a list of 1 to {_MAX_FRAMES} pictures.")
     frames: list[np.ndarray] = []
     for i, text in enumerate(packed):
         frames.append(decode_picture(_base64(text, where), f"{where} frame {i}" if "frames" in row else where))
-        if frames[-1].shape != frames[0].shape:
-            raise RewardInputError(f"{where} frame {i} has shape {frames[-1].shape}, the first {frames[0].shape}.")
-        if sum(frame.size for frame in frames) // 3 > MAX_TOTAL_PIXELS:
-            raise RewardInputError(f"{where}: more than {MAX_TOTAL_PIXELS} pixels in its frames.")
+        shape, first = frames[-1].shape, frames[0].shape
+        _must(shape == first, f"{where} frame {i} has shape {shape}, the first {first}.")
+        pixels = sum(frame.size for frame in frames) // 3
+        _must(pixels <= MAX_TOTAL_PIXELS, f"{where}: more than {MAX_TOTAL_PIXELS} pixels in its frames.")
     return np.stack(frames) if "frames" in row else frames[0]
 
 
