@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from image_rewards import PerSampleReward, Reward, RewardConfigError, RewardError, RewardResult, RewardSample, load
-from image_rewards.loop import RewardLoopManager
+from image_rewards.loop import RewardLoopManager, import_ray
 from image_rewards.manager import ImageRewardManager
-from image_rewards.ray_pool import import_ray
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ say, and the default is to stop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import traceback
@@ -23,9 +24,15 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 
 from image_rewards.base import Reward, RewardResult, RewardSample
-from image_rewards.errors import RewardError, RewardTimeoutError, RewardWorkerError, check_counts, require
+from image_rewards.errors import (
+    RewardError,
+    RewardTimeoutError,
+    RewardWorkerError,
+    check_counts,
+    missing_extra,
+    require,
+)
 from image_rewards.manager import ImageRewardManager
-from image_rewards.ray_pool import Pool, import_ray
 from image_rewards.registry import absolute, use_folder
 
 Policy = Literal["required", "skip", "value"]
@@ -109,15 +116,14 @@ class RewardLoopManager:
         self.policy, self.value, self.max_retries, self.timeout_s = policy, value, max_retries, timeout_s
         self.concurrency, self.batch_size = concurrency, batch_size
         self.stats = LoopStats()
-        self._pool = Pool(
-            RewardLoopWorker,
-            (absolute(reward) if isinstance(reward, str) else reward, dict(options or {}), os.getcwd()),
-            num_cpus=num_cpus,
-            num_gpus=num_gpus,
-            concurrency=concurrency,
-            placement_group=placement_group,
-        )
-        self._slots = [_Slot(self._pool.start(i)) for i in range(num_workers)]
+        ray = import_ray()
+        self._own_ray = not ray.is_initialized()
+        if self._own_ray:
+            ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+        name = absolute(reward) if isinstance(reward, str) else reward
+        self._arguments, self._group = (name, dict(options or {}), os.getcwd()), placement_group
+        self._actor = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_concurrency=concurrency)(RewardLoopWorker)
+        self._slots = [_Slot(self._start(i)) for i in range(num_workers)]
         self._queue: deque[_Job] = deque()
         self._closed = False
         # Its own thread and event loop: callers may come from any loop, from several, or from none.
@@ -153,13 +159,33 @@ class RewardLoopManager:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self._pool.stop([slot.actor for slot in self._slots])
+        ray = import_ray()
+        if ray.is_initialized():
+            for slot in self._slots:
+                self._kill(slot.actor)
+            if self._own_ray:
+                ray.shutdown()
 
     def __enter__(self) -> RewardLoopManager:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    def _start(self, index: int) -> Any:
+        """Start worker `index` and return its handle at once; calls wait until it is up."""
+        if self._group is None:
+            return self._actor.remote(*self._arguments)
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        bundle = index % len(self._group.bundle_specs)
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        return self._actor.options(scheduling_strategy=strategy).remote(*self._arguments)
+
+    def _kill(self, actor: Any) -> None:
+        """Kill a worker, dead or alive."""
+        with contextlib.suppress(Exception):
+            import_ray().kill(actor, no_restart=True)
 
     # From here on everything runs in the manager's own loop, so no state needs a lock.
 
@@ -241,8 +267,8 @@ class RewardLoopManager:
         if slot.replaced != replaced or self._closed:  # another attempt on the same worker already did
             return
         index = self._slots.index(slot)
-        self._pool.kill(slot.actor)
-        slot.actor = self._pool.start(index)
+        self._kill(slot.actor)
+        slot.actor = self._start(index)
         slot.replaced += 1
         self.stats.workers_replaced += 1
 
@@ -316,6 +342,16 @@ def _by_number(samples: Sequence[RewardSample]) -> list[Any]:
 def _with_picture(sample: RewardSample, arrays: Sequence[np.ndarray]) -> RewardSample:
     image: Any = sample.image
     return replace(sample, image=arrays[image.reference][image.row]) if isinstance(image, Stored) else sample
+
+
+def import_ray() -> Any:
+    """Import ray, with its hook for `uv run` off: that hook would give each worker an environment of its own."""
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise missing_extra("ray", "ray", "RewardLoopManager") from error
+    return ray
 
 
 def _shut_down() -> RewardResult:

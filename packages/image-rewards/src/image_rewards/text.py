@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from image_rewards.errors import RewardTargetError
+from image_rewards.errors import RewardTargetError, require
 
 # Text between a pair of quotes of any script. A mark behind a number is inches or feet (24", 6', 12 " wide); a single quote between
 # letters is an apostrophe, and so is one before a clipped word ('n', 'til, '90s): none of these opens a quote.
@@ -46,29 +46,25 @@ def targets_of(prompt: str, metadata: Mapping[str, Any], *, ignore_case: bool = 
     """
     given = metadata.get("text")
     if given is None:
-        found = [next(part for part in match if part is not None) for match in _groups(prompt)]
-        if not found:
-            raise RewardTargetError(
-                f"ocr: no text to look for. The metadata {dict(metadata)!r} has no 'text', and the prompt {prompt!r} has "
-                "no part in quotes. Give metadata text='...', or a list for several."
-            )
+        found = [next(part for part in match.groups() if part is not None) for match in _QUOTED.finditer(prompt)]
+        require(
+            bool(found),
+            f"ocr: no text to look for. The metadata {dict(metadata)!r} has no 'text', and the prompt {prompt!r} has "
+            "no part in quotes. Give metadata text='...', or a list for several.",
+            RewardTargetError,
+        )
         where = "in quotes in the prompt"
     else:
         found = [given] if isinstance(given, str) else given
         where = "in metadata 'text'"
-        if not isinstance(found, Sequence) or not found or not all(isinstance(text, str) for text in found):
-            raise RewardTargetError(
-                f"ocr: metadata text={given!r} must be a string or a list of strings, and not empty."
-            )
+        fits = isinstance(found, Sequence) and bool(found) and all(isinstance(text, str) for text in found)
+        wrong = f"ocr: metadata text={given!r} must be a string or a list of strings, and not empty."
+        require(fits, wrong, RewardTargetError)
         found = [_unquote(text) for text in found]
     for text in found:
-        if not normalize(text, ignore_case=ignore_case):
-            raise RewardTargetError(f"ocr: the text {text!r} {where} is empty once white space is dropped.")
+        empty = f"ocr: the text {text!r} {where} is empty once white space is dropped."
+        require(normalize(text, ignore_case=ignore_case) != "", empty, RewardTargetError)
     return list(found)
-
-
-def _groups(prompt: str) -> list[tuple[str | None, ...]]:
-    return [match.groups() for match in _QUOTED.finditer(prompt)]
 
 
 def _unquote(text: str) -> str:
