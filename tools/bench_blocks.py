@@ -482,45 +482,10 @@ def no_adapter(engine: Any) -> Any:
     return engine.use_adapter("reference")
 
 
-@contextlib.contextmanager
-def fp8(engine: Any) -> Iterator[None]:
-    """Frozen weights and their inputs in e4m3, one scale a row: forward alone."""
-    import torch
-    from torch import nn
-
-    class Fp8Linear(nn.Linear):
-        low: Any
-        scale: Any
-
-        def forward(self, input: Any) -> Any:
-            x = input.reshape(-1, input.shape[-1])
-            scale = x.abs().amax(dim=-1, keepdim=True).float().clamp_min(1e-12) / 448.0
-            low = (x.float() / scale).to(torch.float8_e4m3fn)
-            y = torch._scaled_mm(
-                low, self.low.t(), scale, self.scale.t(), bias=self.bias, out_dtype=input.dtype, use_fast_accum=True
-            )
-            return y.view(*input.shape[:-1], -1)
-
-    layers = [
-        m for block in engine.blocks for n, m in block.named_modules()
-        if type(m) is nn.Linear and "lora" not in n and "_mod" not in n
-    ]  # fmt: skip
-    for layer in layers:
-        scale = layer.weight.abs().amax(dim=1, keepdim=True).float() / 448.0
-        layer.low = (layer.weight.float() / scale).to(torch.float8_e4m3fn)
-        layer.scale = scale
-        layer.__class__ = Fp8Linear
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.__class__ = nn.Linear
-            del layer.low, layer.scale
-
-
 def changes(small: bool, report: Report) -> None:
     """Each change off and on, on some blocks; and where the kernels' time goes."""
     import torch
+    from omni_rollout.fp8 import fp8_weights
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
@@ -574,7 +539,7 @@ def changes(small: bool, report: Report) -> None:
     variant("on: A of q, k, v as one product", lambda: one_product_for_a(engine))
     variant("on: GELU inside the product, forward", lambda: gelu_inside(engine), backward=False)
     if not CPU:
-        variant("on: fp8 weights, forward", lambda: fp8(engine), backward=False, exact=0.3)
+        variant("on: fp8 weights, forward", lambda: fp8_weights(engine.module), backward=False, exact=0.3)
         variant("on: static shapes", lambda: dynamo.patch(automatic_dynamic_shapes=False))
         variant("on: coordinate descent tuning", lambda: inductor.patch(coordinate_descent_tuning=True), 60)
         with report.section("off: compiling", 20), uncompiled(engine):

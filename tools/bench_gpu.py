@@ -17,7 +17,7 @@ others, and within a part a section that fails does not stop the next. Results a
     engine     vLLM-Omni: pictures with and without the adapter, whole batches or one by one, sync, sleep, wake
     engine_attention, engine_fp8   the same engine with other attention kernels, and with fp8 weights
     program    `apps/flowgrpo` itself with shared weights; program_again: a second start, the compiled graphs kept;
-               program_engine: with an engine beside it
+               program_fp8: sampling in fp8; program_engine: with an engine beside it
     growth     forward and update by batch and resolution
     sizes      SD3.5 Medium's size and Wan 5B's, beside plain diffusers
     ranks      the update over --ranks processes, replicated and sharded
@@ -61,6 +61,7 @@ DEADLINES = {
     "engine_fp8": 285,
     "program": 285,
     "program_again": 200,
+    "program_fp8": 240,
     "program_engine": 400,
     "growth": 240,
     "sizes": 285,
@@ -444,12 +445,12 @@ def trainer(size: Size, folder: Path, report: Report) -> None:
         with engine.eval_mode():
             return gather_outputs(engine.forward_backward_batch(samples, None, forward_only=True))["log_probs"].cpu()
 
-    def floor(samples: Any) -> dict[str, Any]:
+    def floor(samples: Any, most: float = 5e-3) -> dict[str, Any]:
         gap = (replay(samples) - samples["rollout_log_probs"]).abs()
         return {
             "largest_log_prob_gap": float(gap.max()),
             "mean_log_prob_gap": float(gap.mean()),
-            "good": bool(gap.max() < 5e-3),
+            "good": bool(gap.max() < most),
         }
 
     def rollout(what: str, count: int = size.batch, repeat: int = 1) -> Any:
@@ -517,7 +518,15 @@ def trainer(size: Size, folder: Path, report: Report) -> None:
 
             theirs = TensorDict(torch.load(file)["samples"], batch_size=[2 * size.batch])[: size.batch]
             scored = training_batch(theirs, size, theirs["rollout_log_probs"])
-            report(f"log-prob floor of the engine's rollout{name}", **floor(scored))
+            report(f"log-prob floor of the engine's rollout{name}", **floor(scored, 0.1 if "fp8" in name else 5e-3))
+    with report.section("rollout, fp8", 45) as go:
+        if go and not CPU:
+            backend.fp8 = True
+            drawn = rollout("rollout, fp8")
+            backend.fp8 = False
+            report(
+                "log-prob floor of the rollout in fp8", **floor(training_batch(drawn, size, drawn["rollout_log_probs"]))
+            )
     with report.section("update, all recomputed", 60) as go:
         if go:
             update("update, all recomputed", recompute=len(engine.blocks), repeat=1)
@@ -629,6 +638,11 @@ def program_again(size: Size, folder: Path, report: Report) -> None:
     program(size, folder, report, "trainer.total_steps=1")
 
 
+def program_fp8(size: Size, folder: Path, report: Report) -> None:
+    """Two steps with the rollout in fp8."""
+    program(size, folder, report, "trainer.total_steps=2", "rollout.fp8=true")
+
+
 def program_engine(size: Size, folder: Path, report: Report) -> None:
     """The same with a vLLM-Omni engine: on a card of its own where there are two, else asleep during updates."""
     own = "rollout.vllm_omni.engine_kwargs={custom_pipeline_args: {pipeline_class: bench_pipeline.RandomQwenImage}}"
@@ -674,7 +688,7 @@ def main() -> int:
     """Run the parts and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="tiny")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:-1]))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["ceiling", "plain", "trainer"])
     parser.add_argument("--cards", nargs="+", help="run parts side by side, one at a time on each of these, e.g. 0 1")
     parser.add_argument("--ranks", type=int, default=2, help="processes of the part `ranks`")
     parser.add_argument("--limit", type=float, default=570.0, help="seconds for all parts together")

@@ -81,7 +81,7 @@ READERS = {
     f"{TRAINER}._validate": "rollout.val_kwargs.n",
     "ray_trainer.rollouts:Rollouts": "reward.name reward.options reward.num_workers "
     "reward.num_cpus reward.concurrency reward.batch_size reward.policy reward.failure_value reward.max_retries reward.timeout_s",
-    "ray_trainer.workers:ActorRolloutRefWorker": "rollout.dtype ray.worker_threads algorithm.old_policy.update_every",
+    "ray_trainer.workers:ActorRolloutRefWorker": "rollout.dtype rollout.fp8 ray.worker_threads algorithm.old_policy.update_every",
     "omni_rollout.agent_loop:DiffusionAgentLoopWorker": "rollout.agent.default_agent_loop",
     "omni_rollout.edit_loop:DiffusionJudgeEditAgentLoop": "rollout.agent.num_turns",
     "omni_rollout.router:Router": "rollout.router.request_timeout_s rollout.router.max_retries rollout.router.restart",

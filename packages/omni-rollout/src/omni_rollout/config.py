@@ -173,6 +173,9 @@ class DiffusionRolloutConfig(Checked):
     """Base seed of the rollout noise; None lets the trainer's seed stand."""
     dtype: Dtype = "bfloat16"
     """Dtype of the rollout's transformer. Latents and log-probs are fp32 whatever it is."""
+    fp8: bool = False
+    """Sample with the frozen weights in fp8 (e4m3): faster from Ada and Hopper GPUs on, and no longer quite the trainer's
+    policy: `actor/rollout_log_prob_diff_max` says how far off, recomputed old log-probs take it into account."""
     max_batch_size: Count = 64
     """Samples that are denoised together in the diffusers backend."""
     num_replicas: Annotated[int, Interval(ge=1, le=10_000)] | None = None

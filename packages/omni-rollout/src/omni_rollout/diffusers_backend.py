@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from .backend import Health
 from .batching import plan_batches
 from .counting import counted_rows
 from .errors import AbortedError, RolloutConfigError
+from .fp8 import fp8_weights
 from .lifecycle import Lifecycle
 from .module_weights import AdapterContext, ModuleWeights
 from .noise import clean_latents, generators_of, start_noise
@@ -49,6 +50,7 @@ class DiffusersBackend:
         adapter_ctx: context manager that makes one adapter sample; None allows only "default", the module as it is.
         shares_weights: True when the trainer updates this very module: `update_lora` then only proves that the
             payload is what the module holds. False binds the payload.
+        fp8: sample with the frozen weights in fp8; see `fp8`.
     """
 
     def __init__(
@@ -63,11 +65,13 @@ class DiffusersBackend:
         device: torch.device | str = "cpu",
         adapter_ctx: AdapterContext | None = None,
         shares_weights: bool = True,
+        fp8: bool = False,
     ) -> None:
         self.spec, self.transformer, self.encoder, self.vae, self.scheduler = spec, transformer, encoder, vae, scheduler
         self.max_batch_size = max_batch_size
         self.device = torch.device(device)
         self.shares_weights = shares_weights
+        self.fp8 = fp8
         self._weights = ModuleWeights(transformer, shared=shares_weights, adapter_ctx=adapter_ctx)
         self._schedules: dict[tuple[int, ...], SigmaSchedule] = {}
         self._aborted: set[str] = set()
@@ -191,7 +195,7 @@ class DiffusersBackend:
         training = self.transformer.training
         self.transformer.eval()
         try:
-            with self._weights.using(adapter):
+            with self._weights.using(adapter), fp8_weights(self.transformer) if self.fp8 else nullcontext():
                 yield
         finally:
             self.transformer.train(training)

@@ -113,6 +113,7 @@ class Fleet:
         )(HostedDiffusersBackend)
         options = {
             "max_batch_size": self.config.max_batch_size,
+            "fp8": self.config.fp8,
             "device": self.config.device,
             "architecture": self.config.architecture,
             "cuda_visible_devices": devices,

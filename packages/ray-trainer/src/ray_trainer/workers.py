@@ -100,6 +100,7 @@ class ActorRolloutRefWorker:
             max_batch_size=rollout.max_batch_size,
             device=self.engine.device,
             adapter_ctx=self.engine.use_adapter,
+            fp8=rollout.fp8,
         )
 
     def gpu_places(self) -> list[tuple[str, str]]:

@@ -57,6 +57,7 @@ def start_engine(config: DiffusionRolloutConfig, path: str, spec: ModelSpec, cud
         "custom_pipeline_args": {"pipeline_class": pipeline_class(spec, settings.step_execution)},
         "worker_extension_cls": _EXTENSION,
         "max_cpu_loras": 4,
+        **({"quantization": "fp8"} if config.fp8 else {}),
         **settings.engine_kwargs,
     }
     if settings.gpus > 1:
