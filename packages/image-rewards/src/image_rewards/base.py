@@ -4,8 +4,8 @@
     RewardResult   score, components, and an error where there is no score
     Reward         score(samples) -> results, one for one and in order
 
-Two rules carry the package. A failure is never a number: its score is NaN and its `error` says why. And a score
-depends on its own sample only, so batch size, order and the number of workers cannot change it.
+Two rules hold everywhere. A failure is never a number: its score is NaN and its `error` says why. A score depends
+only on its own sample, so batch size, order and the number of workers cannot change it.
 """
 
 from __future__ import annotations
@@ -89,10 +89,9 @@ Score = RewardResult | float
 
 
 class Reward(ABC):
-    """Base class. Subclasses write `score_valid` (pictures are checked already) and, where they need targets,
-    `check_target`.
+    """Base class. Subclasses write `score_valid` and, where they need targets, `check_target`.
 
-    video = True says that a reward takes [T,C,H,W] itself; the others take frames through `VideoReward`.
+    video = True says that a reward takes [T,C,H,W] itself; the others get frames from `VideoReward`.
     """
 
     name: ClassVar[str] = ""
@@ -107,8 +106,8 @@ class Reward(ABC):
     def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """Score every sample; results come in the order of the samples. Pictures are read-only inside.
 
-        A sample that cannot be scored gets a failed result. An error that is no `RewardError` is a bug or a broken
-        machine and is raised.
+        A sample that cannot be scored gets a failed result. Any error but a `RewardError` is a bug or a broken machine and
+        is raised.
         """
         results: list[RewardResult | None] = [None] * len(samples)
         valid: list[int] = []

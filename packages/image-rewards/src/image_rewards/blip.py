@@ -1,8 +1,6 @@
-"""`image_reward`: ImageReward (Xu et al., 2023, arXiv:2304.05977), a BLIP that reads the prompt while looking at
-the picture.
+"""`image_reward`: ImageReward (Xu et al., 2023, arXiv:2304.05977), a BLIP whose prompt tokens attend to the picture's.
 
-The prompt's tokens attend to the picture's, and a small head turns the first token into a number, which is shifted and
-scaled to mean 0 and deviation 1 over the authors' pictures.
+A small head turns the first token into a number, shifted and scaled to mean 0 and deviation 1 over the authors' pictures.
 """
 
 from __future__ import annotations

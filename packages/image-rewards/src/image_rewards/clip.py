@@ -1,4 +1,4 @@
-"""Rewards on CLIP-like towers: how near are picture and prompt, and how pleasing is the picture?
+"""Rewards on CLIP and its relatives: how near are picture and prompt, and how pleasing is the picture?
 
     clip_score   cosine of picture and prompt (Hessel et al., 2021, arXiv:2104.08718)
     pickscore    logit of a CLIP trained on people's choices (Kirstain et al., 2023, arXiv:2305.01569)
@@ -27,7 +27,7 @@ class ClipScoreReward(ModelReward):
     """score = cosine of the embeddings, in [-1, 1].
 
     path       folder or hub id of a transformers CLIP, e.g. "openai/clip-vit-large-patch14"
-    processor  where tokenizer and picture settings are, if not there
+    processor  folder or hub id of tokenizer and picture settings; None = `path`
     Components: cosine, truncated (1 where the prompt was cut).
     """
 

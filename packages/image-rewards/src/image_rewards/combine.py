@@ -6,8 +6,7 @@
         {"reward": "sharpness", "component": "blank", "weight": 0.0, "at_most": 0.5},
     ])
 
-Scales are fixed numbers, not statistics of a batch: a batch's mean would make a picture's score depend on its
-neighbours.
+Scales are fixed numbers. With a batch's mean, a picture's score would depend on the other pictures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Typed failures. Every error of this package is a `RewardError` and also its nearest relative in the standard library.
+"""Typed failures. Every error of this package is a `RewardError` and also an error of the standard library.
 
-They carry one message (and, where a worker failed, its traceback text in `cause`), so they survive pickling through Ray
-and JSON over HTTP.
+An error has one message and, where a worker failed, the text of its traceback in `cause`. It survives Ray's pickling.
 """
 
 from __future__ import annotations

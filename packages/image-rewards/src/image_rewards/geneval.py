@@ -1,7 +1,7 @@
 """`geneval`: GenEval's questions (see `scene_rules`), answered by an object detector and, for colours, a CLIP.
 
-The original uses a Mask2Former and colours its masks; here any transformers detector with boxes will do (DETR, RT-DETR,
-YOLOS), and colours are told from the box. Numbers are comparable among runs of this reward, not with published tables.
+The original uses a Mask2Former and reads colours inside its masks. This one takes any transformers detector with boxes (DETR,
+RT-DETR, YOLOS) and reads colours inside the box. Compare its numbers with each other, not with published tables.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """How many kilobytes a picture takes as a JPEG, as in DDPO (Black et al., 2023, arXiv:2305.13301).
 
-The simplest rewards there are: they need no target and no model, and a policy that learns them shows at a glance.
-`jpeg_compressibility` rewards small files (flat, smooth pictures), `jpeg_incompressibility` large ones (noise,
-texture).
+They need no target and no model. `jpeg_compressibility` rewards small files (flat, smooth pictures),
+`jpeg_incompressibility` large ones (noise, texture).
 """
 
 from __future__ import annotations

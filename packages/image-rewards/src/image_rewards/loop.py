@@ -2,10 +2,9 @@
 
     driver: score(sample) -> queue -> the least loaded worker -> result     (one future per sample, set once)
 
-A sample is handed to a worker only when the worker has room, so when a worker dies exactly the samples it held are
-known: they are queued again, the worker is replaced, and nobody else is touched. A late answer of a worker that was
-given up has no one waiting for it, so no sample counts twice. What a failure means for training is the policy's to
-say, and the default is to stop.
+A worker gets a sample only when it has room. So when it dies, exactly its samples are known: they are queued again and the
+worker is replaced. Nobody waits for the late answer of a worker that was replaced, so no sample counts twice. `policy` says
+what a failure means for training; the default is to stop.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Policy = Literal["required", "skip", "value"]
 class Stored:
     """A picture in Ray's store, in the place of `RewardSample.image`: row `row` of the array behind `reference`.
 
-    The reward worker fetches it; whoever asks for the score need not.
+    The reward worker fetches it, not the process that asks for the score.
     """
 
     reference: Any
@@ -85,7 +84,7 @@ class RewardLoopManager:
                       this process's working folder too, so on another machine it must be a shared one
     policy            "required": a sample without a score raises `RewardError`; "skip": its result has score NaN and
                       the error (the trainer leaves it out); "value": its score is `value`, with the error
-    max_retries       further attempts after a crash, a timeout or a failure that may pass
+    max_retries       further attempts after a crash, a timeout or a failure that may be gone the next time
     timeout_s         longest time for one attempt; the worker is then killed and replaced. None = no limit
     num_cpus, num_gpus  what each worker reserves in Ray; fractions share
     concurrency       samples in flight per worker; more than 1 is for rewards that wait (servers, judges)

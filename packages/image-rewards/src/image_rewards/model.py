@@ -1,10 +1,10 @@
-"""What all rewards with a neural network share: loading that fails loudly, and batches that cannot change a score.
+"""What all rewards with a neural network share: loading that checks every weight, and batches that cannot change a score.
 
 Loading    by folder or hub id, from safetensors, without remote code; a checkpoint that leaves a weight at its random start
            is an error. `.pt`/`.pth` files of older releases are read with torch's weights-only unpickler.
-Batches    one sample per forward pass by default, which makes a picture's score exactly independent of its company.
-           With batch_size > 1 every pass still has one shape (short batches are filled up, texts padded to a fixed
-           length), and what is left is the last bits of a sum that a kernel orders by row: 1e-6 relative in fp32.
+Batches    one sample per forward pass by default: a picture's score is then independent of the other pictures, to the bit.
+           With batch_size > 1 every pass has one shape (short batches are filled up, texts padded to a fixed length),
+           and scores differ by 1e-6 relative in fp32, because kernels add in another order.
 """
 
 from __future__ import annotations

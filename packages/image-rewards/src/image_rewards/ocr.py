@@ -1,9 +1,8 @@
 """`ocr`: is the text that was asked for in the picture, read by a real OCR engine?
 
 The engine is RapidOCR (PP-OCRv6 small through onnxruntime); its models ship in its package, so nothing is downloaded.
-It has symbols for Latin, Greek, Chinese and Japanese; `check_target` refuses a target with letters it has no symbol
-for. A policy that optimises text alone learns to erase the rest, so the guards of `quality.py` are always among the
-components.
+It has symbols for Latin, Greek, Chinese and Japanese; `check_target` refuses a target with other letters. A policy that
+is rewarded for text alone learns to erase the rest, so the guards of `quality.py` are always among the components.
 """
 
 from __future__ import annotations
@@ -167,8 +166,8 @@ class RapidOcrEngine:
 def _read_both_ways(engine: Any) -> None:
     """Let `engine` read narrow crops upright as well, and keep the reading of which it is more confident.
 
-    It turns every crop of at least 1.5 times its width, as if it were text from top to bottom; a single I, l, i or ! lies on its
-    side then and is read as a dash.
+    The engine turns every crop that is 1.5 times higher than wide, as if its text ran from top to bottom. A single I, l, i or !
+    then lies on its side and is read as a dash.
     """
     crop, recognize = engine.crop_text_regions, engine.recognize_txt
     turned: list[int] = []
@@ -201,7 +200,7 @@ def _length(box: np.ndarray, a: int, b: int) -> float:
 def _fit(image: np.ndarray, max_side: int) -> np.ndarray:
     """uint8 [3,H,W] to [h,w,3] with the longer side at most `max_side`, and at most four times the shorter side.
 
-    The engine enlarges by the shorter side, so a ribbon of one by thousands of pixels would become a giant.
+    The engine enlarges by the shorter side, so a picture of one by thousands of pixels would become very large.
     """
     picture = np.ascontiguousarray(image.transpose(1, 2, 0))
     height, width = picture.shape[:2]

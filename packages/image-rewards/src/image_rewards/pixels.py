@@ -1,10 +1,9 @@
-"""Read a simple scene from pixels: which colour lies behind, which objects lie on it, of which colour and shape.
+"""Read a simple scene from pixels: the colour of the background, and the objects on it with colour and shape.
 
     picture uint8 [3,H,W]  ->  palette label of each pixel  ->  foreground  ->  8-connected objects  ->  colour, shape
 
 Only numpy, and no loop over pixels: distances to the palette come from tables (a uint8 channel has 256 values),
-objects from runs of foreground in each row joined by union-find. A 64 x 64 picture takes well under a millisecond
-and a half.
+objects from runs of foreground in each row, joined by union-find.
 """
 
 from __future__ import annotations

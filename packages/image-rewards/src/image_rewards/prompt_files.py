@@ -1,13 +1,6 @@
-"""Prompt files as people have them: JSON lines, a JSON list, plain text, CSV, TSV, Parquet; one file, several, or a folder.
+"""Prompt files: JSON lines, a JSON list, plain text, CSV, TSV, Parquet; one file, several, or a folder.
 
-    .jsonl .ndjson   an object a line: {"prompt": "...", "negative_prompt": "...", "metadata": {...}, ...}
-    .json            a list of such objects or of texts (JSON lines are read too)
-    .txt             a prompt a line
-    .csv .tsv        a header line, then a prompt a line; cells may hold numbers, JSON objects and lists
-    .parquet         a prompt a row (needs pyarrow)
-
-The prompt is `prompt`, else `caption`, else `text`. `null`, NaN and an empty cell mean absent. `metadata` may be JSON text. Every
-other field is metadata, so GenEval's own files are read as they are.
+The README has the table of kinds and of fields. GenEval's own files are read as they are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Guards: numbers that show when a policy wins a reward by ruining the picture.
 
-Rewards that read one thing (text, objects) say nothing about the rest, and a policy finds that out. These cheap
-measures belong beside them as components, or in a `combine` with weight 0 and a gate.
+A reward that reads one thing (text, objects) says nothing about the rest of the picture. Put these cheap measures beside
+it as components, or in a `combine` with weight 0 and a threshold.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rewards by name.
 
-Three places are looked in, in this order: the rewards of this package, the entry-point group `image_rewards` of
-installed packages, and an explicit "module:attribute" or "./file.py:attribute". Nothing is imported before it is asked for.
+A name is looked up in this order: the rewards of this package, the entry-point group `image_rewards` of installed packages,
+then "module:attribute" or "./file.py:attribute". Nothing is imported before it is asked for.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def use_folder(folder: str) -> None:
 
 
 def find(name: str) -> Any:
-    """What stands behind `name`: a class, an instance or a function, not checked further.
+    """What `name` names: a class, an instance or a function, not checked further.
 
     Raises:
         UnknownRewardError: there is none (with the nearest name), or it cannot be imported.

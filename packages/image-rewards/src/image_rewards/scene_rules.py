@@ -1,16 +1,15 @@
-"""GenEval's questions about a scene, from whatever found the objects.
+"""GenEval's questions about a scene (Ghosh et al., 2023, arXiv:2310.11513), for any method that finds objects.
 
-After GenEval (Ghosh et al., 2023, arXiv:2310.11513): is the object there, are there so many, in this colour, in
-this place relative to another? A detector (`geneval`) or plain pixels (`shapes`) say what is in the picture; the
-rules are the same.
+Is the object there, so many times, in this colour, in this place relative to another? A detector (`geneval`) or plain
+pixels (`shapes`) find the objects; the rules are the same.
 
     metadata {"include": [{"class": "circle", "count": 2, "color": "red"},
                           {"class": "square", "count": 1, "position": ["left of", 0]}],
               "exclude": [{"class": "circle", "count": 3}]}
 
 `position` relates every matched object to every matched object of the include entry with that number. `exclude`
-fails the picture when at least `count` objects of the class are there, which is how "exactly two" is said. Beyond
-GenEval's right or wrong, each question also has a share in [0, 1], for rewards that need a slope.
+fails the picture when at least `count` objects of the class are there; this is how "exactly two" is said. GenEval says
+right or wrong; here each question also has a share in [0, 1], so that small improvements count.
 """
 
 from __future__ import annotations

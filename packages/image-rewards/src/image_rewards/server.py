@@ -4,8 +4,8 @@
     GET  /health   200 while the reward answers, 503 when it is stuck; no token
     GET  /metrics  counters in Prometheus' text format
 
-It listens on the loopback interface unless told otherwise, and then only with a bearer token. Every body is counted
-while it is read, so a large one costs no more memory than the limit.
+It listens on the loopback interface by default, and elsewhere only with a bearer token. Bytes are counted while a body is
+read, so a large body costs no more memory than the limit.
 """
 
 from __future__ import annotations

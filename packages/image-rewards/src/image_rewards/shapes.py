@@ -1,7 +1,7 @@
 """`shapes`: does the picture show what the caption says, read from pixels?
 
-For captions like "three red circles on a black background". The rules are in `pixels.py`; there is no model, so the
-reward is exact, fast and the same everywhere, and small policies can be trained against it on a laptop.
+For captions like "three red circles on a black background". The rules are in `pixels.py`. There is no model, so the
+reward is exact, fast and the same everywhere; a laptop can train a small policy with it.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class ShapesReward(PerSampleReward):
 
     Metadata with "include" asks GenEval's questions instead (`scene_rules`: several kinds of objects, colours, relative
     positions; classes are the shapes), with the picture's "background" as an optional further part.
-    strict alone is a sparse signal; parts alone can be won by getting three of four right for ever.
+    With strict alone few samples get a reward; with parts alone a policy may stay at three of four right.
     """
 
     name = "shapes"

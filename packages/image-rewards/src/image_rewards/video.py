@@ -1,8 +1,4 @@
-"""Rewards for pictures on videos, with the aggregation said out loud.
-
-A video's score is what its frames' scores become under one named rule. Scoring the first frame alone is possible, but
-only by asking for it.
-"""
+"""Rewards for pictures, on videos: a named rule makes one score of the frames' scores."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     unified_reward  a judge that writes "Final Score: N" (Wang et al., 2025, arXiv:2503.05236; LLaVA- and Qwen-based releases)
     hps_v3          Qwen2-VL with a scoring head on a special last token (Ma et al., 2025, arXiv:2508.03789)
 
-Both were trained with one exact instruction. The instruction texts belong to those projects and are not copied here:
-`template` names a file with the text from the release, in which {prompt} stands for the prompt. `unified_reward` has a
-default of ours, since it writes its verdict in words; the head of `hps_v3` was fitted to one wording, so it has none.
+Both were trained with one exact instruction. The texts belong to those projects and are not copied here: `template` names a
+file with the text from the release, in which {prompt} stands for the prompt. `unified_reward` also has a default of ours;
+`hps_v3` has none, because its head fits one wording only.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     task "questions"  yes/no questions from metadata["questions"]; score = share of yes
     task "ocr"        the judge reads the text, and *we* compare it with the target as the reward `ocr` does
 
-The answer's form is asked for as a JSON schema and checked again here: a judge that rambles, stops half-way or answers
-fewer questions than it was asked is a failure, not a low score.
+The request gives a JSON schema, and the answer is checked against it here too: an answer of another form, one that stops
+half-way, or one with too few answers is a failure, not a low score.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ safetensors body   uint8 tensors "0", "1", ... of shape [3,H,W] or [T,3,H,W]; __
                    without pictures}
 Answer             {"results": [{"score": number or null, "components", "error", "retryable"}]}
 
-What comes from a socket is checked here field by field, and a picture's size is read from its header before a pixel
-of it is decoded.
+Every field that comes from a socket is checked, and a picture's size is read from its header before it is decoded.
 """
 
 from __future__ import annotations
