@@ -6,7 +6,7 @@ import math
 import pytest
 from accelerate import init_empty_weights
 from model_specs import available, get_spec_for, tiny
-from ray_trainer.card_memory import GB, Machine, foresee, measure, place
+from ray_trainer.card_memory import GB, Machine, check_split, foresee, measure, place
 from ray_trainer.config import compose
 from ray_trainer.errors import TrainerError
 from ray_trainer.model_folder import part_shapes
@@ -142,6 +142,19 @@ def test_a_dry_run_prints_the_sums(qwen):
     assert "replicate   shard over 8" in lines[2]
     small = foresee(make(*FULL, f"model.path={qwen}", "ray.gpu_memory_gb=48"))
     assert "one copy for each 8 (sharding=shard)" in small[0]
+
+
+def test_tokens_and_heads_are_shared_evenly_or_refused(qwen):
+    three = make(*FULL, "actor.fsdp_config.ulysses_sequence_parallel_size=3")
+    with pytest.raises(TrainerError, match=r"size=3 does not divide the 1024 tokens of 512x512 pixels"):
+        check_split(three, qwen, 16)
+    with pytest.raises(TrainerError, match=r"tensor_model_parallel_size=5 does not divide the 24 attention heads"):
+        check_split(make(*FULL, "rollout.vllm_omni.tensor_model_parallel_size=5"), qwen, 16)
+    four = make(
+        *FULL, "actor.fsdp_config.ulysses_sequence_parallel_size=4", "rollout.vllm_omni.tensor_model_parallel_size=8"
+    )
+    check_split(four, qwen, 16)
+    assert measure(qwen, four, 128).update == measure(qwen, make(*FULL), 128).update / 4
 
 
 def test_a_tiny_model_on_a_cpu_is_one_line():

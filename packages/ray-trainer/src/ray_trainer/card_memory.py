@@ -106,7 +106,7 @@ def measure(folder: Path, config: RunConfig, text: int) -> Needs:
     width = min((min(shape) for name, shape in layers.items() if _ATTENTION.match(name)), default=0)
     cell = size_multiple(spec)
     frames = 1 + (drawn.num_frames - 1) // 4
-    tokens = drawn.height * drawn.width / cell**2 * frames + text
+    tokens = (drawn.height * drawn.width / cell**2 * frames + text) / actor.fsdp_config.ulysses_sequence_parallel_size
     row = tokens * width * _BYTES["bf16" if dtype == 2 else "fp32"]
     guided = 2 if drawn.true_cfg_scale > 1 else 1  # both passes are kept until the backward
     kept = blocks if model.enable_gradient_checkpointing else blocks * _KEPT
@@ -124,12 +124,26 @@ def attention_heads(folder: Path) -> int | None:
     return found
 
 
-def check_heads(config: RunConfig, folder: Path) -> None:
-    """Raise `TrainerError` unless GPUs that share a sample's attention can share its heads evenly."""
-    heads, fsdp = attention_heads(folder), config.actor.fsdp_config
+def check_split(config: RunConfig, folder: Path, cell: int | None) -> None:
+    """Raise `TrainerError` unless GPUs that share a sample can share its attention heads, and its tokens, evenly.
+
+    Args:
+        config: of the run.
+        folder: of the pipeline.
+        cell: pixels of a token's side; None where it is not known.
+    """
+    heads, together = attention_heads(folder), config.actor.fsdp_config.ulysses_sequence_parallel_size
+    sequence = "actor.fsdp_config.ulysses_sequence_parallel_size"
+    for drawn in (config.rollout.pipeline, config.rollout.val_kwargs.pipeline):
+        tokens = (drawn.height // cell) * (drawn.width // cell) if cell else together
+        if tokens % together:
+            raise TrainerError(
+                f"{sequence}={together} does not divide the {tokens} tokens of {drawn.height}x{drawn.width} pixels; use another "
+                "size, or fewer processes for a sample"
+            )
     for key, size in (
         ("rollout.vllm_omni.tensor_model_parallel_size", config.rollout.vllm_omni.gpus),
-        ("actor.fsdp_config.ulysses_sequence_parallel_size", fsdp.ulysses_sequence_parallel_size),
+        (sequence, together),
     ):
         if heads and heads % size:
             divisors = [n for n in range(1, heads + 1) if heads % n == 0]

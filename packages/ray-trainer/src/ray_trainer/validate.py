@@ -14,7 +14,7 @@ from model_specs.registry import available
 from omni_rollout.errors import RolloutConfigError
 from omni_rollout.specs import pipeline_class
 
-from ray_trainer.card_memory import check_heads
+from ray_trainer.card_memory import check_split
 from ray_trainer.cluster import check_ray
 from ray_trainer.config import RunConfig, check_values, to_tree, updates_per_step
 from ray_trainer.errors import TrainerError
@@ -159,7 +159,6 @@ def _check_first_lora(config: RunConfig, spec: ModelSpec) -> list[str]:
 def _check_drawn(config: RunConfig, spec: ModelSpec, folder: Path, train: list[Prompt], val: list[Prompt]) -> None:
     """What depends on the model's own numbers: experts, heads, sizes of pictures and lengths of prompts."""
     check_experts(config, read_index(folder))
-    check_heads(config, folder)
     multiple, validation = size_multiple(spec), config.rollout.val_kwargs.pipeline
     for key, drawn in (("rollout.pipeline", config.rollout.pipeline), ("rollout.val_kwargs.pipeline", validation)):
         for name, side in (("height", drawn.height), ("width", drawn.width)):
@@ -168,6 +167,7 @@ def _check_drawn(config: RunConfig, spec: ModelSpec, folder: Path, train: list[P
                     f"{key}.{name}={side} must be a multiple of {multiple} for this model, such as "
                     f"{max(round(side / multiple), 1) * multiple}"
                 )
+    check_split(config, folder, multiple)
     check_lengths(spec, folder, train, config.rollout.pipeline)
     check_lengths(spec, folder, val[: config.data.val_max_prompts], validation)
 
