@@ -363,12 +363,7 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
 
 
 def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
-    """Defaults < recipe file (over its base) < overrides, each value checked against its field.
-
-    Args:
-        app: name of the program, stored in the config.
-        recipe_file: YAML file.
-        overrides: `key=value` texts; `values.convert` says how each is read.
+    """Defaults < recipe file (over its base) < `key=value` texts, each value checked against its field.
 
     Raises:
         TrainerError: an unknown key (the nearest one is named), a value of the wrong type or out of its range, or a file that is

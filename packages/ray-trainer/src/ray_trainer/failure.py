@@ -132,21 +132,15 @@ def words(error: BaseException) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: of a GPU, of this machine, or of Ray's limit. The texts are those of torch, CUDA and numpy."""
     text = words(error)
-    kinds = (MemoryError, torch.OutOfMemoryError)
-    return (
-        isinstance(first_cause(error), kinds)
-        or text.startswith(("OutOfMemoryError", "MemoryError"))
-        or any(mark in text.lower() for mark in _OUT_OF_MEMORY)
-    )
+    marked = text.startswith(("OutOfMemoryError", "MemoryError")) or any(m in text.lower() for m in _OUT_OF_MEMORY)
+    return marked or isinstance(first_cause(error), MemoryError | torch.OutOfMemoryError)
 
 
 def disk_full(error: BaseException, run: Path) -> str:
     """What to say when a disk is full: which file, how much is free and how much a checkpoint takes. Empty for other errors."""
-    cause = first_cause(error)
-    marks = ("No space left on device", "Disk quota exceeded")
-    if getattr(cause, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and not any(
-        mark in words(error) for mark in marks
-    ):
+    cause, text = first_cause(error), words(error)
+    marked = "No space left on device" in text or "Disk quota exceeded" in text
+    if not marked and getattr(cause, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     file = getattr(cause, "filename", None) or run
     free = shutil.disk_usage(run).free
@@ -157,26 +151,21 @@ def disk_full(error: BaseException, run: Path) -> str:
 
 def less_memory(config: RunConfig, phase: str) -> str:
     """The keys that lower the memory of a phase, those with the largest effect first, each only where it is not set already."""
-    actor, rollout = config.actor, config.rollout
-    half = max(actor.ppo_micro_batch_size_per_gpu // 2, 1)
-    keys: list[str] = []
-    if phase == "update":
-        if not config.model.enable_gradient_checkpointing:
-            keys.append("model.enable_gradient_checkpointing=true")
-        if half < actor.ppo_micro_batch_size_per_gpu:
-            keys.append(f"actor.ppo_micro_batch_size_per_gpu={half} (and log_prob_micro_batch_size_per_gpu)")
-    elif phase in ("rollout", "validation"):
-        if config.rollout.backend == "vllm_omni":
-            keys += [f"rollout.vllm_omni.max_num_seqs={max(rollout.vllm_omni.max_num_seqs // 2, 1)}"]
-        elif rollout.max_batch_size > 1:
-            keys.append(f"rollout.max_batch_size={rollout.max_batch_size // 2}")
-        pipeline = "rollout.pipeline" if phase == "rollout" else "rollout.val_kwargs.pipeline"
-        keys.append(f"smaller {pipeline}.height and width")
-    elif phase == "reward":
-        keys += [f"reward.batch_size={max(config.reward.batch_size // 2, 1)}", "fewer reward.num_workers"]
-    if actor.fsdp_config.model_dtype not in ("bf16", "bfloat16"):
-        keys.append("actor.fsdp_config.model_dtype=bf16")
-    if config.shares_weights and rollout.dtype == "float32" and phase != "update":
-        keys.append("rollout.dtype=bfloat16")
-    keys.append(f"more GPUs (trainer.num_workers, now {config.trainer.num_workers})")
-    return "less memory: " + ", ".join(keys)
+    rollout, micro = config.rollout, config.actor.ppo_micro_batch_size_per_gpu
+    drawn, engine = phase in ("rollout", "validation"), rollout.backend == "vllm_omni"
+    pipeline = "rollout.val_kwargs.pipeline" if phase == "validation" else "rollout.pipeline"
+    keys = {
+        "model.enable_gradient_checkpointing=true": phase == "update"
+        and not config.model.enable_gradient_checkpointing,
+        f"actor.ppo_micro_batch_size_per_gpu={micro // 2} (and log_prob_micro_batch_size_per_gpu)": phase == "update"
+        and micro > 1,
+        f"rollout.vllm_omni.max_num_seqs={max(rollout.vllm_omni.max_num_seqs // 2, 1)}": drawn and engine,
+        f"rollout.max_batch_size={rollout.max_batch_size // 2}": drawn and not engine and rollout.max_batch_size > 1,
+        f"smaller {pipeline}.height and width": drawn,
+        f"reward.batch_size={max(config.reward.batch_size // 2, 1)}": phase == "reward",
+        "fewer reward.num_workers": phase == "reward",
+        "actor.fsdp_config.model_dtype=bf16": config.actor.fsdp_config.model_dtype not in ("bf16", "bfloat16"),
+        "rollout.dtype=bfloat16": config.shares_weights and rollout.dtype == "float32" and phase != "update",
+        f"more GPUs (trainer.num_workers, now {config.trainer.num_workers})": True,
+    }
+    return "less memory: " + ", ".join(key for key, helps in keys.items() if helps)

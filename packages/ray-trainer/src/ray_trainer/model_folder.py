@@ -79,11 +79,7 @@ def missing_parts(folder: Path) -> list[str]:
 
 
 def check_folder(folder: Path, architecture: str | None = None) -> ModelSpec:
-    """The spec of a folder that can be trained.
-
-    Args:
-        folder: of the pipeline.
-        architecture: of the spec, as `model.architecture`; None reads the pipeline's class from the index.
+    """The spec of a folder that can be trained: of `architecture` (`model.architecture`), else of the class in its index.
 
     Raises:
         TrainerError: the first fault, with its file and what to do.

@@ -39,11 +39,7 @@ class Prompt:
 
 
 def load_prompts(location: str | list[str]) -> list[Prompt]:
-    """Read prompt files.
-
-    Args:
-        location: a file, a folder or `builtin:NAME`, or a list of them; `image_rewards.prompt_files` says which kinds of files are
-            read and what their fields mean.
+    """Read prompts from a file, a folder or `builtin:NAME`, or from a list of them, as `image_rewards.prompt_files` does.
 
     Raises:
         TrainerError: a file is missing or empty, or a line is broken; the message names the file and the line.
@@ -74,10 +70,8 @@ HELD_OUT_SHARE = 10
 
 
 def load_prompt_sets(data: DataConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """Training prompts, and all held-out ones: of `data.val_file`, or, where it is empty, a tenth of the training file's texts.
-
-    Which texts are held out depends on nothing but the texts: those with the smallest SHA-256, no more than
-    `data.val_max_prompts`. A text that occurs twice is wholly on one side.
+    """Training prompts, and all held-out ones: of `data.val_file`, or, where it is empty, a tenth of the training file's texts:
+    those with the smallest SHA-256, no more than `data.val_max_prompts`. A text that occurs twice is wholly on one side.
 
     Raises:
         TrainerError: a file cannot be used, or there is nothing to divide.
@@ -96,13 +90,7 @@ def load_prompt_sets(data: DataConfig) -> tuple[list[Prompt], list[Prompt]]:
 
 
 class PromptSampler:
-    """Prompts without replacement, epoch after epoch, each epoch in its own order.
-
-    Args:
-        prompts: what to draw from.
-        per_step: P, prompts of one step.
-        seed: of the order.
-    """
+    """Prompts without replacement, `per_step` (P) a step, epoch after epoch, each epoch in its own order."""
 
     def __init__(self, prompts: list[Prompt], per_step: int, seed: int):
         if not 0 < per_step <= len(prompts):

@@ -87,26 +87,26 @@ def is_config(node: Node) -> bool:
     return isinstance(node, MappingNode) and {"app", "model", "actor", "rollout", "trainer"} <= set(section(node))
 
 
-def _check_ours(folder: Path) -> None:
-    """Raise `TrainerError` unless the folder is a run of this program and holds nothing else: then it may be deleted."""
-    refused = f"trainer.on_existing=delete does not remove {str(folder)!r}: "
-    advice = "; move it away, or choose another trainer.run_dir"
+def _why_not_ours(folder: Path) -> str:
+    """Why the folder may not be deleted; empty when it is a run of this program and holds nothing else."""
     whole, here = folder.resolve(), Path.cwd().resolve()
     if folder.is_symlink():
-        raise TrainerError(
-            f"{refused}it is a link to {str(whole)!r}; give that folder itself, or another trainer.run_dir"
-        )
+        return f"it is a link to {str(whole)!r}; give that folder itself, or another trainer.run_dir"
     if whole in (here, *here.parents) or os.path.ismount(folder):
-        raise TrainerError(
-            f"{refused}it holds the working folder, or is a disk of its own; choose another trainer.run_dir"
-        )
+        return "it holds the working folder, or is a disk of its own; choose another trainer.run_dir"
     if not is_config(read_yaml(folder / "config.yaml", str(folder / "config.yaml"))):
-        raise TrainerError(f"{refused}its config.yaml is not one that a run wrote{advice}")
+        return "its config.yaml is not one that a run wrote; move it away, or choose another trainer.run_dir"
     for place, folders, files in os.walk(folder):
         for name in files + [name for name in folders if os.path.islink(os.path.join(place, name))]:
             inside = Path(place, name).relative_to(folder).as_posix()
             if not _OURS.fullmatch(inside) or os.path.islink(folder / inside):
-                raise TrainerError(f"{refused}{inside!r} in it was not written by a run{advice}")
+                return f"{inside!r} in it was not written by a run; move it away, or choose another trainer.run_dir"
+    return ""
+
+
+def _check_ours(folder: Path) -> None:
+    if why := _why_not_ours(folder):
+        raise TrainerError(f"trainer.on_existing=delete does not remove {str(folder)!r}: {why}")
 
 
 def open_run_dir(path: str, on_existing: str) -> RunDir:

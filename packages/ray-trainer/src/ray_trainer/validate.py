@@ -116,18 +116,17 @@ FULL_SIZE = 1e9
 
 def _warn_about_size(config: RunConfig, parameters: int) -> list[str]:
     """What a recipe for a tiny policy would do to a model of full size: one line with the keys to change, or none."""
-    actor, keys = config.actor, []
-    if parameters < FULL_SIZE:
-        return []
-    if not config.model.enable_gradient_checkpointing:
-        keys.append("model.enable_gradient_checkpointing=true (all activations are kept)")
-    if actor.ppo_micro_batch_size_per_gpu > 16:
-        keys.append(f"actor.ppo_micro_batch_size_per_gpu=8 (now {actor.ppo_micro_batch_size_per_gpu})")
-    if actor.optim.lr > 5e-4:
-        keys.append(f"actor.optim.lr=3e-4 (now {actor.optim.lr:g})")
-    if actor.fsdp_config.model_dtype == "fp32":
-        keys.append(f"actor.fsdp_config.model_dtype=bf16 (fp32 weights take {4 * parameters / 1e9:.0f} GB)")
-    if not keys:
+    rows, lr = config.actor.ppo_micro_batch_size_per_gpu, config.actor.optim.lr
+    gigabytes = 4 * parameters / 1e9
+    wanted = {
+        "model.enable_gradient_checkpointing=true (all activations are kept)": not config.model.enable_gradient_checkpointing,
+        f"actor.ppo_micro_batch_size_per_gpu=8 (now {rows})": rows > 16,
+        f"actor.optim.lr=3e-4 (now {lr:g})": lr > 5e-4,
+        f"actor.fsdp_config.model_dtype=bf16 (fp32 weights take {gigabytes:.0f} GB)": config.actor.fsdp_config.model_dtype
+        == "fp32",
+    }
+    keys = [key for key, due in wanted.items() if due]
+    if parameters < FULL_SIZE or not keys:
         return []
     return [
         f"warning: {config.recipe} is made for a tiny policy, and this transformer has {parameters / 1e9:.1f} billion parameters; "
