@@ -26,6 +26,10 @@ from .payload import LoRAPayload
 
 FORMATS = ("diffusers", "peft", "comfy")
 _DIFFUSERS_META = "lora_adapter_metadata"
+_PEFT: dict[str, Any] = {"peft_type": "LORA", "inference_mode": True, "bias": "none", "lora_dropout": 0.0}
+_PEFT |= {"init_lora_weights": True, "fan_in_fan_out": False, "use_rslora": False, "use_dora": False}
+_PEFT |= dict.fromkeys(("task_type", "base_model_name_or_path", "modules_to_save"))
+"""What `adapter_config.json` says of a plain LoRA, beside `lora_config`."""
 
 
 def export(
@@ -51,15 +55,12 @@ def export(
         return _export_experts(experts, format, target, architecture, verify)
     note = {"kind": "export", "format": format, "architecture": architecture, "version": payload.version}
     note |= {"hash": payload.hash, "base_fingerprint": payload.base_fingerprint}
-    if format == "diffusers":
-        file, expected = target / DIFFUSERS_FILE, payload
+    if format in PREFIXES:
+        file, expected = target / (DIFFUSERS_FILE if format == "diffusers" else PEFT_FILE), payload
         tensors = {PREFIXES[format] + key: tensor for key, tensor in payload.tensors.items()}
-        config = {f"transformer.{key}": value for key, value in lora_config(payload).items()}
+        prefix = "transformer." if format == "diffusers" else ""
+        config = {prefix + key: value for key, value in lora_config(payload).items()}
         metadata = {**seal(note), _DIFFUSERS_META: json.dumps(config, sort_keys=True)}
-    elif format == "peft":
-        file, expected = target / PEFT_FILE, payload
-        tensors = {PREFIXES[format] + key: tensor for key, tensor in payload.tensors.items()}
-        metadata = {**seal(note), _DIFFUSERS_META: json.dumps(lora_config(payload), sort_keys=True)}
     elif format == "comfy":
         file = target if target.suffix == ".safetensors" else target.with_name(target.name + ".safetensors")
         expected, tensors = folded(payload, architecture), to_comfy(payload, architecture)
@@ -68,7 +69,8 @@ def export(
         raise ExportError(f"format is {format!r}; choose one of {', '.join(FORMATS)}.")
     file.parent.mkdir(parents=True, exist_ok=True)
     if format == "peft":
-        (target / PEFT_CONFIG).write_text(json.dumps(_peft_config(payload), indent=2, sort_keys=True) + "\n")
+        config = {**_PEFT, **lora_config(payload)}
+        (target / PEFT_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     write_file(file, tensors, metadata)
     if verify:
         _compare(expected, load_any(file if format == "comfy" else target, architecture=architecture)[0], file)
@@ -79,14 +81,14 @@ def _export_experts(
     experts: Mapping[str, LoRAPayload], format: str, target: Path, architecture: str, verify: bool
 ) -> Path:
     """One LoRA per expert: `transformer_2` into a subfolder (diffusers) or a second file (ComfyUI)."""
-    files = []
-    for expert, part in experts.items():
-        second = expert == EXPERTS[1]
-        if format == "diffusers":
-            place = target / EXPERTS[1] if second else target
-        else:
-            place = target.with_name(f"{target.name.removesuffix('.safetensors')}.{'low' if second else 'high'}_noise")
-        files.append(export(part, format, place, architecture=architecture, verify=verify))
+    name = target.name.removesuffix(".safetensors")
+    places = {"diffusers": (target, target / EXPERTS[1])}.get(
+        format, tuple(target.with_name(f"{name}.{noise}_noise") for noise in ("high", "low"))
+    )
+    files = [
+        export(part, format, places[EXPERTS.index(expert)], architecture=architecture, verify=verify)
+        for expert, part in experts.items()
+    ]
     return files[0]
 
 
@@ -100,23 +102,6 @@ def lora_config(payload: LoRAPayload) -> dict[str, Any]:
         "rank_pattern": {f"^{name}": rank for name, rank in ranks.items() if rank != payload.rank},
         "alpha_pattern": {f"^{name}": _number(alpha) for name, alpha in payload.alpha_pattern.items()},
     }
-
-
-def _peft_config(payload: LoRAPayload) -> dict[str, Any]:
-    fixed: dict[str, Any] = {
-        "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": None,
-        "inference_mode": True,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-        "use_rslora": False,
-        "use_dora": False,
-    }
-    return fixed | lora_config(payload)
 
 
 def _number(value: float) -> int | float:

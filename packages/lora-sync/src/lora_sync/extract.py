@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
 from .errors import PayloadError
 from .host import on_host
-from .layers import full, is_sharded, layer_alpha, layers_of, neutral_name, outer_modules, parameters_of, reshard
+from .layers import (
+    adapter_parameters,
+    full,
+    is_sharded,
+    layer_alpha,
+    layers_of,
+    neutral_name,
+    outer_modules,
+    reshard,
+)
 from .payload import LoRAPayload
 
 
@@ -20,14 +28,8 @@ def stream_lora(module: nn.Module, adapter_name: str = "default", *, copy: bool 
     stay as they are in the module. `copy=False` hands out the live tensors where nothing had to be gathered: no
     memory is used, and the next optimizer step changes them.
     """
-    yield from _stream(module, layers_of(module, adapter_name), adapter_name, copy)
-
-
-def _stream(
-    module: nn.Module, layers: Mapping[str, Any], adapter_name: str, copy: bool
-) -> Iterator[tuple[str, Tensor]]:
     reshard(module)  # this puts other Parameter objects in place, so it comes first
-    for name, parameter in parameters_of(layers, adapter_name).items():
+    for name, parameter in adapter_parameters(module, adapter_name).items():
         tensor = full(parameter)
         yield name, tensor.clone() if copy and not is_sharded(parameter) else tensor
 
@@ -57,7 +59,7 @@ def extract_lora(
     if device not in (None, "cpu"):
         raise PayloadError(f"device={device!r} is not 'cpu' or None; move the payload with payload.to(device).")
     layers = layers_of(module, adapter_name)
-    stream = _stream(module, layers, adapter_name, copy)
+    stream = stream_lora(module, adapter_name, copy=copy)
     tensors = on_host(stream) if device == "cpu" else dict(stream)
     return LoRAPayload.build(
         tensors,

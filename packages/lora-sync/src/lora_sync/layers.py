@@ -7,7 +7,7 @@ name of a layer is the one it has in the bare model: `transformer_blocks.0.attn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -120,13 +120,8 @@ def layer_alpha(layer: Any, adapter_name: str) -> float:
 
 def adapter_parameters(module: nn.Module, adapter_name: str) -> dict[str, nn.Parameter]:
     """Neutral tensor name → the live parameter (a DTensor when sharded)."""
-    return parameters_of(layers_of(module, adapter_name), adapter_name)
-
-
-def parameters_of(layers: Mapping[str, Any], adapter_name: str) -> dict[str, nn.Parameter]:
-    """The same for layers that `layers_of` has found."""
     found: dict[str, nn.Parameter] = {}
-    for name, layer in layers.items():
+    for name, layer in layers_of(module, adapter_name).items():
         check_plain_lora(name, layer, adapter_name)
         found[f"{name}.lora_A.weight"] = layer.lora_A[adapter_name].weight
         found[f"{name}.lora_B.weight"] = layer.lora_B[adapter_name].weight

@@ -21,11 +21,8 @@ from .names import NameMap, Place
 from .payload import A, B, LoRAPayload
 from .settings import Settings, config_settings, header_settings, number
 
-DIFFUSERS_FILE, PEFT_FILE, PEFT_CONFIG = (
-    "pytorch_lora_weights.safetensors",
-    "adapter_model.safetensors",
-    "adapter_config.json",
-)
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIXES = {"peft": "base_model.model.", "diffusers": "transformer."}
 ANY = "any"
 
@@ -90,17 +87,15 @@ def _find(source: Path) -> tuple[Path, Path | None]:
     for name, wanted in ((PEFT_FILE, config is not None), (DIFFUSERS_FILE, True)):
         if wanted and source / name in files:
             return source / name, config if name == PEFT_FILE or len(files) == 1 else None
-    if len(files) != 1:
-        pickles = sorted(
-            file.name for extension in ("bin", "pt", "pth", "ckpt") for file in source.glob(f"*.{extension}")
+    if not files:
+        pickles = sorted(file.name for file in source.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        hint = (
+            f"{pickles[0]} is a pickle, save its tensors with safetensors"
+            if pickles
+            else "give the folder that holds one"
         )
-        if not files:
-            hint = (
-                f"{pickles[0]} is a pickle, save its tensors with safetensors"
-                if pickles
-                else "give the folder that holds one"
-            )
-            raise PayloadError(f"{source} holds 0 safetensors files; {hint}.")
+        raise PayloadError(f"{source} holds 0 safetensors files; {hint}.")
+    if len(files) > 1:
         raise PayloadError(
             f"{source} holds {len(files)} safetensors files {[file.name for file in files[:4]]!r}; name the one to read."
         )
@@ -138,7 +133,11 @@ def _foreign(
         raise PayloadError(
             f"{file} holds {'a text encoder alone' if text else 'no tensors'}; give the LoRA of a transformer."
         )
-    settings = {} if alpha is not None else _settings(layers, metadata, config, str(file))
+    settings: dict[str, Settings] = {}
+    if alpha is None and config is not None:
+        settings = config_settings(config)
+    elif alpha is None and any(layer.alpha is None for layer in layers):
+        settings = header_settings(metadata, str(file))
     neutral: dict[str, Tensor] = {}
     alphas: dict[str, float] = {}
     guessed: list[str] = []
@@ -205,12 +204,11 @@ def _map_for(layers: list[Layer], architecture: str | None, file: str) -> NameMa
     theirs = fitting[0].name if fitting else foreign_architecture(layer.name for layer in layers)
     best = wanted.name if wanted else min(unknown, key=lambda name: len(unknown[name]))
     odd = f"{len(unknown[best])} of {len(layers)} layers are not in {best}, e.g. {unknown[best][0]!r}"
+    remedy = (
+        f"no architecture's rules know all layers; known: {', '.join(unknown)} (architecture='any' keeps the names)"
+    )
     if theirs:
         remedy = f"this is a LoRA for {theirs}; give one for {wanted.name if wanted else ', '.join(unknown)}"
-    else:
-        remedy = (
-            f"no architecture's rules know all layers; known: {', '.join(unknown)} (architecture='any' keeps the names)"
-        )
     raise NameMapError(f"{file}: {odd}: {remedy}.")
 
 
@@ -228,12 +226,6 @@ def _shorter(names: list[str]) -> Iterator[list[str]]:
         if not all(names):
             return
         yield names
-
-
-def _settings(layers: list[Layer], metadata: Mapping[str, str], config: Path | None, file: str) -> dict[str, Settings]:
-    if config is not None:
-        return config_settings(config)
-    return header_settings(metadata, file) if any(layer.alpha is None for layer in layers) else {}
 
 
 def _piece(layer: Layer, settings: Mapping[str, Settings], alpha: float | None, guessed: list[str], file: str) -> Piece:

@@ -19,18 +19,12 @@ from .experts import EXPERTS
 from .foreign import what_is
 
 _PEFT_ALPHA = 8.0  # LoraConfig's default
-_ALPHA_KEYS = (
-    "lora_alpha",
-    "alpha",
-    "network_alpha",
-    "ss_network_alpha",
-    "linear_alpha",
-    "adapter_alpha",
-    "networkalpha",
+_ALPHA_KEYS = frozenset(
+    {"lora_alpha", "alpha", "network_alpha", "ss_network_alpha", "linear_alpha", "adapter_alpha", "networkalpha"}
 )
-_RANK_KEYS = (
-    *("r", "rank", "dim", "lora_rank", "lora_r", "lora_dim", "network_dim", "network_rank", "ss_network_dim"),
-    *("adapter_rank", "networkdim"),
+_RANK_KEYS = frozenset(
+    {"r", "rank", "dim", "lora_rank", "lora_r", "lora_dim", "network_dim", "network_rank", "ss_network_dim"}
+    | {"adapter_rank", "networkdim"}
 )
 _OTHER_KINDS = {
     "use_dora": "DoRA",
@@ -47,19 +41,10 @@ _OTHER_KINDS = {
     "modules_to_save": "a LoRA with whole modules beside it",
     "trainable_token_indices": "a LoRA with trained tokens",
 }
-_SECTIONS = (  # of a header that may say alpha; any other may be a text encoder's, or an optimizer's with an alpha of its own
-    *(
-        "lora",
-        "network",
-        "adapter",
-        "peft",
-        "default",
-        "lora_config",
-        "network_config",
-        "adapter_config",
-        "peft_config",
-    ),
-    *("model", "config", "training", "training_config", "transformer_lora"),
+# Sections of a header that may say alpha; any other may be a text encoder's, or an optimizer's with an alpha of its own.
+_SECTIONS = frozenset(
+    {"lora", "network", "adapter", "peft", "default", "lora_config", "network_config", "adapter_config", "peft_config"}
+    | {"model", "config", "training", "training_config", "transformer_lora"}
 )
 _BASE_CHANGING = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
@@ -144,10 +129,12 @@ def number(value: Any, what: str) -> float:
 
 def _settings(values: Mapping[str, Any], origin: str, *, peft: bool) -> Settings:
     _check_kind(values, origin)
-    alphas = {key: number(values[key], f"{origin}: {key}") for key in _ALPHA_KEYS if _given(values.get(key))}
+    alphas, ranks = (
+        {key: number(value, f"{origin}: {key}") for key, value in values.items() if key in keys and _given(value)}
+        for keys in (_ALPHA_KEYS, _RANK_KEYS)
+    )
     if len(set(alphas.values())) > 1:
         raise PayloadError(f"{origin} says {alphas!r}; say which (load_any(alpha=…), --alpha).")
-    ranks = {key: number(values[key], f"{origin}: {key}") for key in _RANK_KEYS if _given(values.get(key))}
     patterns: dict[str, dict[str, float]] = {}
     for name in ("alpha_pattern", "rank_pattern"):
         given = values.get(name) or {}
