@@ -111,7 +111,7 @@ def receiver(name: str, pipe: Connection, sizes: tuple[int, int, int], device_na
             try:
                 message = channel.receive(check=check)
                 assert isinstance(message, LoRAPayload)
-                receipt = apply_lora(module, message, allow_older=True).to_dict() if check else {}
+                receipt = apply_lora(module, message).to_dict() if check else {}
                 del message
                 if device.type == "cuda":
                     torch.cuda.synchronize()

@@ -152,11 +152,11 @@ def adapters_match_unsharded(mesh: DeviceMesh) -> dict[str, bool]:
     receipt = apply_lora(sharded, payload)
     out["apply"] = verify(payload, receipt) is receipt and extract_lora(sharded, version=0).hash == payload.hash
     apply_lora(plain, payload)
-    buckets = list(stream_weights(sharded, version=3, bucket_bytes=400, merge_adapter="default"))
-    wanted = list(stream_weights(plain, version=3, bucket_bytes=400, merge_adapter="default"))
+    buckets = list(stream_weights(base_weights(sharded, "default"), version=3, bucket_bytes=400))
+    wanted = list(stream_weights(base_weights(plain, "default"), version=3, bucket_bytes=400))
     pairs = [(a.tensors[n], t) for a, b in zip(buckets, wanted, strict=True) for n, t in b.tensors.items()]
     out["merged weights"] = len(buckets) > 2 and all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
-    receipt_w = load_weights(sharded, stream_weights(model(seed=9), version=4))
+    receipt_w = load_weights(sharded, stream_weights(base_weights(model(seed=9)), version=4))
     out["load weights"] = receipt_w.checksum == content_sum(value for _, value in base_weights(model(seed=9)))
     return out
 
@@ -171,7 +171,7 @@ def broadcasts(rank: int) -> dict[str, bool]:
     else:
         got = channel.receive(timeout=30)
     out["payload"] = isinstance(got, LoRAPayload) and got.hash == payload.hash and got.version == 7
-    wanted = list(stream_weights(model(seed=5), version=8, bucket_bytes=400))
+    wanted = list(stream_weights(base_weights(model(seed=5)), version=8, bucket_bytes=400))
     if rank == 0:
         for bucket in wanted:
             channel.send(bucket, timeout=30)

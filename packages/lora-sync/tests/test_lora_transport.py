@@ -21,7 +21,7 @@ from lora_sync import (
 from lora_sync.checksum import content_sum
 from lora_sync.message import Message
 from lora_sync.transport import BroadcastTransport, Deadline, SharedMemoryTransport, join_group
-from lora_sync.weights import load_weights, stream_weights
+from lora_sync.weights import base_weights, load_weights, stream_weights
 
 
 def payload(version: int = 1, rows: int = 7, dtype: torch.dtype = torch.float32) -> LoRAPayload:
@@ -246,7 +246,7 @@ def test_staging_memory_is_used_again_only_when_nobody_looks_at_it(ring):
 def test_a_weight_stream_travels_bucket_by_bucket(ring):
     torch.manual_seed(0)
     source, target = (torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 4)) for _ in range(2))
-    buckets = list(stream_weights(source, version=1, bucket_bytes=1000))
+    buckets = list(stream_weights(base_weights(source), version=1, bucket_bytes=1000))
     assert len(buckets) > 1
     received = (across(*ring, bucket)[0] for bucket in buckets)
     receipt = load_weights(target, received)
@@ -270,7 +270,7 @@ def test_messages_are_arguments_of_ray_tasks():
         def elsewhere(message) -> tuple[type, int, str]:
             return type(message), message.version, message.compute_hash()
 
-        bucket = next(stream_weights(torch.nn.Linear(3, 4), version=2))
+        bucket = next(stream_weights(base_weights(torch.nn.Linear(3, 4)), version=2))
         for wanted in (payload(1, 1000, torch.bfloat16), bucket):
             assert ray.get(elsewhere.remote(wanted), timeout=100) == (type(wanted), wanted.version, wanted.hash)
             assert same(ray.get(ray.put(wanted)), wanted)

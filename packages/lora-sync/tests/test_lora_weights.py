@@ -28,7 +28,7 @@ def test_a_stream_makes_another_model_the_same(tools):
     source, target = tools.adapted(), tools.base(seed=0)
     for parameter in target.parameters():
         parameter.data.zero_()
-    buckets = list(stream_weights(source, version=3, bucket_bytes=100_000))
+    buckets = list(stream_weights(base_weights(source), version=3, bucket_bytes=100_000))
     receipt = load_weights(target, buckets, previous_version=2)
     assert receipt.version == 3
     assert receipt.tensors_bound == len(list(target.parameters())) == sum(len(bucket.tensors) for bucket in buckets)
@@ -42,10 +42,13 @@ def test_buckets_are_bounded_and_made_on_demand(tools):
     source = tools.base()
     largest = max(p.nbytes for p in source.parameters())
     limit = 50_000
-    sizes = [sum(t.nbytes for t in b.tensors.values()) for b in stream_weights(source, version=1, bucket_bytes=limit)]
+    sizes = [
+        sum(t.nbytes for t in b.tensors.values())
+        for b in stream_weights(base_weights(source), version=1, bucket_bytes=limit)
+    ]
     assert len(sizes) > 5
     assert all(size <= max(limit, largest) for size in sizes)
-    stream = stream_weights(source, version=1, bucket_bytes=limit)
+    stream = stream_weights(base_weights(source), version=1, bucket_bytes=limit)
     next(stream)
     changed = list(source.parameters())[-1]
     changed.data.add_(1)
@@ -56,7 +59,7 @@ def test_buckets_are_bounded_and_made_on_demand(tools):
 def test_an_adapter_can_be_added_on_the_way(tools):
     source, target = tools.adapted(), tools.base()
     before = {name: value.detach().clone() for name, value in source.named_parameters()}
-    load_weights(target, stream_weights(source, version=1, merge_adapter="default", dtype=torch.float32))
+    load_weights(target, stream_weights(base_weights(source, "default"), version=1))
     assert all(torch.equal(value, before[name]) for name, value in source.named_parameters())
     plain = tools.base().state_dict()
     assert sum(not torch.equal(value, plain[name]) for name, value in target.state_dict().items()) == 48
@@ -91,17 +94,19 @@ def test_layers_that_cannot_be_merged_are_refused(tools):
 
 
 def test_dtype_and_names_of_the_receiver(tools):
-    target = tools.base().to(torch.bfloat16)
-    load_weights(target, stream_weights(tools.base(), version=1, dtype=torch.bfloat16))
-    names = [n for b in stream_weights(tools.base(), version=1, rename=lambda n: f"transformer.{n}") for n in b.tensors]
-    assert all(n.startswith("transformer.") for n in names)
-    with pytest.raises(BindError, match="rename="):
-        load_weights(target, stream_weights(tools.base(), version=1, rename=lambda n: f"transformer.{n}"))
+    source, target = tools.base(), tools.base(seed=0).to(torch.bfloat16)
+    load_weights(target, stream_weights(base_weights(source), version=1))
+    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
+    renamed = ((f"other.{name}", value) for name, value in base_weights(source))
+    with pytest.raises(BindError, match="under the receiver's names"):
+        load_weights(target, stream_weights(renamed, version=1))
+    with pytest.raises(PayloadError, match="no weights to stream"):
+        next(stream_weights([], version=1))
 
 
 def test_every_way_to_lose_a_bucket_is_named(tools):
     target = tools.base()
-    buckets = list(stream_weights(target, version=2, bucket_bytes=200_000))
+    buckets = list(stream_weights(base_weights(target), version=2, bucket_bytes=200_000))
     assert len(buckets) > 3
     cases = {
         "came where": [buckets[0], *buckets[2:]],
@@ -128,7 +133,7 @@ def test_a_model_with_more_parameters_is_not_half_loaded(tools):
         torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)),
     )
     with pytest.raises(BindError, match="2 of 4 parameters were not sent"):
-        load_weights(big, stream_weights(small, version=1))
+        load_weights(big, stream_weights(base_weights(small), version=1))
     assert not weights_complete(big)
 
 
@@ -136,12 +141,12 @@ def test_the_checksum_is_of_what_the_module_holds(tools, monkeypatch):
     """A tensor that is counted and not written gives another sum."""
     source, target = tools.base(), tools.base(seed=0)
     named = list(base_weights(source))
-    written = load_weights(target, stream_weights(source, version=1))
+    written = load_weights(target, stream_weights(base_weights(source), version=1))
     assert written.checksum == content_sum(value for _, value in named)
     monkeypatch.setattr("lora_sync.weights.copy_into", lambda target, value: None)
     with torch.no_grad():
         next(target.parameters())[0] += 1
-    other = load_weights(target, stream_weights(source, version=2))
+    other = load_weights(target, stream_weights(base_weights(source), version=2))
     assert (other.tensors_bound, other.checksum == written.checksum) == (written.tensors_bound, False)
 
 

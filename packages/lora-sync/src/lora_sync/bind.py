@@ -34,16 +34,11 @@ from .receipt import LoRAReceipt
 _RECORD = "_lora_sync_applied"
 
 
-def apply_lora(
-    module: nn.Module, payload: LoRAPayload, adapter_name: str = "default", *, allow_older: bool = False
-) -> LoRAReceipt:
+def apply_lora(module: nn.Module, payload: LoRAPayload, adapter_name: str = "default") -> LoRAReceipt:
     """Bind the payload to an adapter of the module; add the adapter when it is not there (needs peft).
 
     Afterwards the module is read: its hash goes into the receipt, or, where it holds the adapter in another dtype, the
     number of elements that equal the sent ones.
-
-    Args:
-        allow_older: accept a version that is not newer than the one in place (after a restart of the trainer).
 
     The base is compared with the payload's `base_fingerprint` when an adapter is bound for the first time.
 
@@ -55,7 +50,7 @@ def apply_lora(
         raise BindError(
             f"{REFERENCE!r} is the state with every adapter off and cannot be bound to; choose another name."
         )
-    _check_version(module, payload, adapter_name, allow_older)
+    _check_version(module, payload, adapter_name)
     payload.check_finite(f"version {payload.version}")
     if applied_version(module, adapter_name) is None:
         check_base(module, payload.base_fingerprint)
@@ -82,14 +77,14 @@ def applied_version(module: nn.Module, adapter_name: str = "default") -> tuple[i
     return record.get(adapter_name)
 
 
-def _check_version(module: nn.Module, payload: LoRAPayload, adapter_name: str, allow_older: bool) -> None:
+def _check_version(module: nn.Module, payload: LoRAPayload, adapter_name: str) -> None:
     held = applied_version(module, adapter_name)
-    if held is None or allow_older or payload.version > held[0]:
+    if held is None or payload.version > held[0]:
         return
     if (payload.version, payload.hash) != held:  # the very same payload again is a harmless retry
         raise StaleVersionError(
             f"adapter {adapter_name!r} holds version {held[0]} ({held[1]}), version {payload.version} ({payload.hash}) is not "
-            "newer. Count versions up; after a trainer restart pass allow_older=True once."
+            "newer. Count versions up, also after a restart of the trainer."
         )
 
 

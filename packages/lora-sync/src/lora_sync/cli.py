@@ -50,13 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def read(file: str) -> tuple[LoRAPayload, str]:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            found = load_any(
-                file,
-                architecture=options.architecture,
-                alpha=options.alpha,
-                strict=options.strict,
-                skip_text_encoder=options.skip_text_encoder,
-            )
+            how = ("architecture", "alpha", "strict", "skip_text_encoder")
+            found = load_any(file, **{name: getattr(options, name) for name in how})
         for warning in said:
             print(f"lora_sync: warning: {warning.message}", file=sys.stderr)
         return found

@@ -6,11 +6,10 @@ one says so; a receiver takes them in order, and every parameter exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .checksum import content_hash, module_sum
@@ -89,10 +88,11 @@ def buckets(named: Iterable[tuple[str, Tensor]], limit_bytes: int) -> Iterator[t
 
 
 def load_named(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> int:
-    """Copy a complete set of full tensors into the base parameters, by `base_name`. Returns how many tensors that were.
+    """Copy a complete set of full tensors into the base parameters, by `base_name`, whatever their dtype, device and sharding.
 
-    Raises `BindError` for a name that finds nothing, another shape or one that was not sent, `CorruptPayloadError` for one
-    that was sent twice; then, and meanwhile, the module holds a mixture and `weights_complete` is False.
+    Returns how many there were. Raises `BindError` for a name that finds nothing, another shape or one that was not sent, and
+    `CorruptPayloadError` for one that was sent twice. Full weights are too large to stage: then, and meanwhile, the module holds
+    a mixture and `weights_complete` is False.
     """
     reshard(module)
     targets, seen = base_parameters(module), set[str]()
@@ -102,8 +102,8 @@ def load_named(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> int:
         target = targets.get(base)
         if target is None:
             raise BindError(
-                f"weight {name!r} has no parameter in this {type(module).__name__}: send to the same architecture, or under "
-                "the receiver's names (stream_weights has rename=)."
+                f"weight {name!r} has no parameter in this {type(module).__name__}: send to the same architecture, under the "
+                "receiver's names."
             )
         if target.shape != value.shape:
             raise BindError(f"weight {name!r} has shape {tuple(value.shape)}, the module {tuple(target.shape)}.")
@@ -118,30 +118,12 @@ def load_named(module: nn.Module, named: Iterable[tuple[str, Tensor]]) -> int:
 
 
 def stream_weights(
-    module: nn.Module,
-    *,
-    version: int,
-    bucket_bytes: int = 256 << 20,
-    dtype: torch.dtype | None = None,
-    merge_adapter: str | None = None,
-    rename: Callable[[str], str] | None = None,
+    named: Iterable[tuple[str, Tensor]], *, version: int, bucket_bytes: int = 256 << 20
 ) -> Iterator[WeightBucket]:
-    """`base_weights` in messages of at most `bucket_bytes` (a larger tensor gets its own).
-
-    Args:
-        dtype: convert floating-point tensors, e.g. for a bfloat16 sampler of a float32 trainer.
-        merge_adapter: add this adapter to the layers it adapts, on the fly.
-        rename: base name → the receiver's.
-    """
-
-    def converted() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in base_weights(module, merge_adapter):
-            other = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-            yield rename(name) if rename else name, other
-
-    for index, (held, last) in enumerate(buckets(converted(), bucket_bytes)):
+    """Named tensors, such as `base_weights`, as messages of at most `bucket_bytes` (a larger tensor gets its own)."""
+    for index, (held, last) in enumerate(buckets(named, bucket_bytes)):
         if not held:
-            raise PayloadError(f"this {type(module).__name__} has no parameters to stream.")
+            raise PayloadError("there are no weights to stream; give base_weights(model).")
         tensors = dict(held)
         yield WeightBucket(tensors, version, content_hash(tensors, {}), index, last)
 
@@ -149,12 +131,7 @@ def stream_weights(
 def load_weights(
     module: nn.Module, stream: Iterable[WeightBucket], *, previous_version: int | None = None
 ) -> WeightReceipt:
-    """Copy a stream into the module's base parameters, whatever their dtype, device and sharding.
-
-    Raises `BindError` for unknown or missing names, `StaleVersionError`, `CorruptPayloadError` for lost, repeated or
-    swapped buckets. Full weights are too large to stage: after an error the module holds a mixture, and says so by
-    refusing `weights_complete`; load a whole stream again before sampling.
-    """
+    """`load_named` of a stream. Also raises `StaleVersionError`, and `CorruptPayloadError` for lost, repeated or swapped buckets."""
     version, due = -1, 0
 
     def in_order() -> Iterator[tuple[str, Tensor]]:
