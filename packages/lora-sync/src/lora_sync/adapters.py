@@ -1,11 +1,10 @@
 """`LoRAAdapterMixin`: several named policies in one set of frozen weights.
 
-A trainer keeps the adapter that learns (`default`), a slower copy of it (`old`), and now and then needs the model
-with no adapter at all. That last state is called `"reference"`; it is not an adapter and has no tensors.
+A trainer keeps the adapter that learns (`default`) and a slower copy of it (`old`). `"reference"` is the model with every
+adapter off: a state, not an adapter, so it has no tensors.
 
-Switching writes PEFT's active list and its off switch directly. PEFT's own `set_adapter` would also turn the gradients
-of the other adapters off, which FSDP2 must not see change between forward and backward. All tensor work is elementwise
-on each rank's own shard, so it is exact under FSDP2 and needs no communication.
+Switching writes PEFT's active list and its off switch directly: PEFT's own `set_adapter` would also turn gradients off, which
+FSDP2 must not see change between forward and backward. All tensor work is elementwise on each rank's own shard.
 """
 
 from __future__ import annotations

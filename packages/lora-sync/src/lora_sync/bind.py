@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checksum import content_hash, tensor_digest
+from .checksum import content_hash
 from .errors import BindError, CorruptPayloadError, MissingExtraError, StaleVersionError
 from .fingerprint import check_base
 from .layers import (
@@ -38,13 +38,11 @@ def apply_lora(module: nn.Module, payload: LoRAPayload, adapter_name: str = "def
     """Bind the payload to an adapter of the module; add the adapter when it is not there (needs peft).
 
     Afterwards the module is read: its hash goes into the receipt, or, where it holds the adapter in another dtype, the
-    number of elements that equal the sent ones.
+    number of elements that equal the sent ones. The base is compared with the payload's `base_fingerprint` when an adapter is
+    bound for the first time. Under FSDP2 every rank calls it with the full payload; the receipt speaks of full tensors.
 
-    The base is compared with the payload's `base_fingerprint` when an adapter is bound for the first time.
-
-    Raises `BindError` (names, shapes), `StaleVersionError`, `WrongBaseError`, `CorruptPayloadError`, and
-    `PayloadError` for a weight that is NaN; the module is then as it was before. Under FSDP2 every rank calls it with the
-    full payload; the receipt speaks of full tensors.
+    Raises `BindError` (names, shapes), `StaleVersionError`, `WrongBaseError`, `CorruptPayloadError`, and `PayloadError` for a
+    weight that is NaN; the module is then as it was before.
     """
     if adapter_name == REFERENCE:
         raise BindError(
@@ -141,11 +139,9 @@ def _prove(
                 raise CorruptPayloadError(
                     f"version {payload.version}: {name!r} reads back different from what was written."
                 )
-        return None, sum(target.numel() for target in targets.values())
-    cut = any(is_sharded(target) for target in targets.values())
-    digests = {name: tensor_digest(full(target)) for name, target in targets.items()} if cut else None
+        return None, payload.numel
     alphas = {name: layer_alpha(layer, adapter_name) for name, layer in layers.items()}
-    found = content_hash(targets, alphas, digests)
+    found = content_hash({name: full(target) for name, target in targets.items()}, alphas)
     if found != payload.hash:
         raise CorruptPayloadError(
             f"version {payload.version}: the module holds {found} after binding, {payload.hash} was promised. The payload "

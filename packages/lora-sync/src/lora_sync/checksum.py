@@ -27,19 +27,13 @@ def tensor_digest(tensor: Tensor) -> str:
     return hasher.hexdigest()
 
 
-def content_hash(
-    tensors: Mapping[str, Tensor], alphas: Mapping[str, float], digests: Mapping[str, str] | None = None
-) -> str:
-    """`"xxh3:<32 hex>"` of names, dtypes, shapes, bytes and alphas; `digests` are those of the tensors, where they are known.
-
-    Large adapters are hashed on several threads.
-    """
-    names = sorted(tensors)
-    if digests is None:
-        threads = min(4, os.cpu_count() or 1) if sum(t.nbytes for t in tensors.values()) >= _PARALLEL_BYTES else 1
-        with ThreadPoolExecutor(threads) as pool:  # xxhash lets the interpreter lock go
-            digests = dict(zip(names, pool.map(lambda name: tensor_digest(tensors[name]), names), strict=True))
-    rows = [[name, str(tensors[name].dtype), list(tensors[name].shape), digests[name]] for name in names]
+def content_hash(tensors: Mapping[str, Tensor], alphas: Mapping[str, float]) -> str:
+    """`"xxh3:<32 hex>"` of names, dtypes, shapes, bytes and alphas. Large adapters are hashed on several threads."""
+    named = sorted(tensors.items())
+    threads = min(4, os.cpu_count() or 1) if sum(t.nbytes for t in tensors.values()) >= _PARALLEL_BYTES else 1
+    with ThreadPoolExecutor(threads) as pool:  # xxhash lets the interpreter lock go
+        digests = list(pool.map(tensor_digest, (tensor for _, tensor in named)))
+    rows = [[name, str(t.dtype), list(t.shape), digest] for (name, t), digest in zip(named, digests, strict=True)]
     text = json.dumps([rows, sorted((name, float(alpha)) for name, alpha in alphas.items())], separators=(",", ":"))
     return "xxh3:" + xxhash.xxh3_128_hexdigest(text.encode())
 

@@ -1,9 +1,8 @@
 """A fingerprint of the frozen base, so that an adapter cannot land on weights it was not trained on.
 
-Hashing 40 GB at every sync is out of the question, and shapes alone cannot tell Qwen-Image from a fine-tune of it.
-The fingerprint hashes every parameter's name and shape and a few elements of each, at fixed places, rounded to
-bfloat16 so that a float32 trainer and a bfloat16 sampler of the same checkpoint agree. Sharded parameters give the
-elements they own and one all-reduce joins them: the base is never gathered.
+It hashes every parameter's name and shape and a few elements of each, at fixed places, rounded to bfloat16 so that a float32
+trainer and a bfloat16 sampler of the same checkpoint agree. Sharded parameters give the elements they own and one all-reduce
+joins them: the base is never gathered.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Several LoRAs as one LoRA of a fused layer, and back.
 
 Fusing n LoRAs of rank r stacks their A's to [n·r, in] and puts their B's on the block diagonal of [Σ out, n·r]; with alpha
-n·alpha the scale stays alpha / r, so nothing is rounded. Splitting undoes exactly that, and otherwise (a LoRA that was
-trained on the fused layer) gives every slice the whole A and its own rows of B.
+n·alpha the scale stays alpha / r, so nothing is rounded. Splitting undoes that. A LoRA that was trained on the fused layer is
+split otherwise: every slice gets the whole A and its own rows of B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -55,10 +55,7 @@ def split(key: str, piece: Piece, widths: tuple[int, ...]) -> dict[int, Piece]:
     if piece.up.shape[0] % total:
         raise PayloadError(f"{key!r} has {piece.up.shape[0]} rows, which do not divide as {widths!r}.")
     unit, rank = piece.up.shape[0] // total, piece.down.shape[0]
-    blocks, start = [], 0
-    for width in widths:
-        blocks.append(piece.up[start : start + unit * width])
-        start += unit * width
+    blocks = piece.up.split([unit * width for width in widths])
     if rank % count or not _block_diagonal(blocks, rank // count):
         return {i: Piece(piece.down.clone(), block.clone(), piece.alpha) for i, block in enumerate(blocks)}
     own = rank // count
@@ -71,7 +68,7 @@ def split(key: str, piece: Piece, widths: tuple[int, ...]) -> dict[int, Piece]:
     return {i: s for i, s in slices.items() if s.down.any() or s.up.any()}  # all zero: filler for an unadapted slice
 
 
-def _block_diagonal(blocks: list[Tensor], rank: int) -> bool:
+def _block_diagonal(blocks: Sequence[Tensor], rank: int) -> bool:
     return all(
         not block[:, : i * rank].any() and not block[:, (i + 1) * rank :].any() for i, block in enumerate(blocks)
     )

@@ -1,8 +1,7 @@
-"""Find the LoRA layers of a module without importing PEFT, and speak of them in one neutral naming.
+"""Find the LoRA layers of a module without importing PEFT, and name them in one way.
 
-PEFT, torch.compile, DDP, FSDP1 and activation checkpointing each add their own segments to module names. The neutral
-name of a layer is the one it has in the bare model: `transformer_blocks.0.attn.to_q`. A tensor of the adapter is
-`<layer>.lora_A.weight` ([r, in]) or `<layer>.lora_B.weight` ([out, r]); the adapter's own name never appears.
+Wrappers add segments of their own to module names. A layer's neutral name is the one it has in the bare model, such as
+`transformer_blocks.0.attn.to_q`; its tensors are `<layer>.lora_A.weight` [r, in] and `<layer>.lora_B.weight` [out, r].
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ def is_lora_layer(module: nn.Module) -> bool:
 
 
 def outer_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """(name, module, whether it is a LoRA layer) in the order of `named_modules`, without what lies inside LoRA layers:
-    two thirds of an adapted transformer's modules do, and a large one has ten thousand."""
+    """(name, module, whether it is a LoRA layer) in the order of `named_modules`, without what lies inside LoRA layers."""
     seen: set[int] = set()
     waiting: list[tuple[str, nn.Module]] = [("", module)]
     while waiting:
@@ -129,11 +127,7 @@ def adapter_parameters(module: nn.Module, adapter_name: str) -> dict[str, nn.Par
 
 
 def reshard(module: nn.Module) -> None:
-    """Bring an FSDP2 module back to its sharded parameters.
-
-    After a forward the root keeps its full parameters registered until the backward; whoever wrote into those would
-    write into a copy that the next reshard throws away.
-    """
+    """Bring an FSDP2 module back to its sharded parameters: after a forward the root still has full copies registered."""
     waiting = [module]
     while waiting:
         child = waiting.pop()

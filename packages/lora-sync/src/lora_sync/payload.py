@@ -28,8 +28,7 @@ class LoRAPayload(Message, kind="lora"):
 
     Args:
         tensors: `<module>.lora_A.weight` [r, in, …] and `<module>.lora_B.weight` [out, r, …], in pairs.
-        version: grows by at least one for every sync; a receiver refuses to go back.
-        hash: over names, dtypes, shapes, bytes and alphas; computed by `build`, checked by `check`.
+        version, hash: as in `Message`; `build` computes the hash, `check` compares it.
         rank: the most frequent rank; a module's own rank is in its tensors' shapes.
         alpha: alpha of every module that `alpha_pattern` does not name; a module adds (alpha / r) · B·A.
         target_modules: what was adapted, as suffixes where they are exact, else full names.

@@ -16,12 +16,11 @@ class LoRAReceipt:
 
     Args:
         version: of what is in place now.
-        hash: made by the receiver from the tensors and alphas that it holds, after binding. None where it holds the adapter
-            in another form (another dtype, cut or fused), whose hash would be another one.
+        hash: of the tensors and alphas that the receiver holds after binding; None where it holds the adapter in another form
+            (another dtype, cut or fused).
         modules_bound, tensors_bound: counted while binding.
         tensors_ignored: sent, and used nowhere.
-        elements_equal: where there is no hash: how many elements of what it holds were compared with what came in, converted
-            the same way, and found equal.
+        elements_equal: where there is no hash: how many elements it holds that equal those that came in.
     """
 
     version: int
@@ -46,9 +45,8 @@ class LoRAReceipt:
 def verify(payload: LoRAPayload, receipt: LoRAReceipt, *, previous_version: int | None = None) -> LoRAReceipt:
     """Return the receipt, or raise a `LoRASyncError` that says which promise is broken.
 
-    Holds when everything sent was bound, the version is the payload's and newer than `previous_version`, and the receiver's
-    own account of its memory is right: its hash is the payload's, or it found as many equal elements as the payload has.
-    A receipt without either proves nothing and is refused.
+    It holds when everything sent was bound, the version is the payload's and newer than `previous_version`, and the receiver's
+    hash is the payload's, or it found as many equal elements as the payload has. A receipt without either is refused.
     """
     if previous_version is not None and payload.version <= previous_version:
         raise StaleVersionError(

@@ -1,8 +1,7 @@
 """An adapter in the form that vLLM-Omni binds: its module names, scale in B, slices as it can find them.
 
-vLLM-Omni 0.30 fuses q, k and v. For most architectures it looks the slices up under their own names; its FLUX does not say
-how the layer is made of slices, so there the adapter is fused here. Layers that it builds as plain Linear cannot carry a
-LoRA and would be dropped without a word: they are an error.
+vLLM-Omni 0.30 fuses q, k and v. For most architectures it looks the slices up under their own names; for FLUX it does not, so
+there the adapter is fused here. Layers that it builds as plain Linear cannot carry a LoRA: they are an error.
 """
 
 from __future__ import annotations

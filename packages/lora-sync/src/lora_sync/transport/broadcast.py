@@ -1,11 +1,8 @@
 """Trainers and samplers on cards of their own: `torch.distributed` broadcast of every tensor, over NCCL or gloo.
 
-One rank of the group sends, all others receive. The header goes first. Then every receiver says whether it has room, the
-tensors follow, and every receiver says whether its hash is right: `send` raises when one is not. After a timeout the group is
-in an unknown state, as with any collective that did not finish: leave it.
-
-A serving engine owns the default process group of its process. `join_group` makes one beside it, of the trainer's rank 0
-and the engines that it feeds.
+One rank of the group sends, all others receive. The header goes first, and every receiver says whether it has room. The tensors
+follow, and every receiver says whether its hash is right; `send` raises when one is not. After a timeout the group is in an
+unknown state: leave it.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ _NEVER = timedelta(days=365)
 def join_group(
     address: str, rank: int, size: int, *, device: str | torch.device = "cuda", timeout: float = DEFAULT_TIMEOUT
 ) -> ProcessGroup:
-    """A process group of its own, whatever other groups this process is in. All `size` processes call it.
+    """A process group beside others, such as an engine's own. All `size` processes call it.
 
     Args:
         address: `host:port` on which rank 0 listens, as long as it holds the group. After a failure join anew at

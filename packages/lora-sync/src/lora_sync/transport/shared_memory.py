@@ -1,11 +1,8 @@
 """One host, several processes: a small ring of memory that both sides map, filled and emptied at the same time.
 
-The sender copies pieces into free slots and says so over a Unix socket; every receiver copies them out and answers. With two
-cores the two halves overlap. The ring is a few megabytes whatever the adapter's size, so it fits a container's default
-/dev/shm, and the adapter exists only where it is used. `send` returns when every receiver has checked the whole message.
-
-The ring has no name: its file is handed over through the socket, which goes once all receivers are there. A process that dies
-leaves nothing behind, and the other side hears of it at once.
+The sender copies pieces into free slots and says so over a Unix socket; every receiver copies them out and answers. The ring is
+8 MB whatever the adapter's size, so it fits a container's default /dev/shm. Its file has no name and is handed over through the
+socket, which goes once all receivers are there. A process that dies leaves nothing behind, and the other side hears of it at once.
 """
 
 from __future__ import annotations
