@@ -131,7 +131,7 @@ def stream_weights(
 def load_weights(
     module: nn.Module, stream: Iterable[WeightBucket], *, previous_version: int | None = None
 ) -> WeightReceipt:
-    """`load_named` of a stream. Also raises `StaleVersionError`, and `CorruptPayloadError` for lost, repeated or swapped buckets."""
+    """`load_named` of a stream. Raises `StaleVersionError` too, and `CorruptPayloadError` for lost, repeated or swapped buckets."""
     version, due = -1, 0
 
     def in_order() -> Iterator[tuple[str, Tensor]]:
