@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,16 @@ from model_specs import (
     available,
     get_spec,
     get_spec_for,
-    register,
     registry,
 )
 
 
 @pytest.fixture
-def clean_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_BY_NAME", dict(registry._BY_NAME))
-    monkeypatch.setattr(registry, "_entry_points_read", False)
+def clean_registry() -> Iterator[None]:
+    """Entry points are read again, and forgotten afterwards."""
+    registry._installed.cache_clear()
+    yield
+    registry._installed.cache_clear()
 
 
 def test_found_by_any_name() -> None:
@@ -75,14 +76,20 @@ def test_broken_entry_point_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("clean_registry")
-def test_names_are_not_taken_over() -> None:
+def test_names_are_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     class Thief(QwenImageSpec):
         name = "flux"
 
+    module = types.ModuleType("a_thief")
+    module.Thief, module.other = Thief, object  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "a_thief", module)
+    entry = EntryPoint("flux", "a_thief:Thief", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
     with pytest.raises(SpecError, match="is taken by"):
-        register(Thief)
+        available()
     with pytest.raises(SpecError, match="not a subclass"):
-        register(object)  # type: ignore[arg-type]
+        get_spec("a_thief:other")
+    assert type(get_spec("a_thief:Thief")) is Thief  # one that is named itself needs no names of its own
 
 
 def test_bad_folders(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from model_specs.errors import PromptTooLongError, SpecError, UnknownArchitectur
 from model_specs.flops import training_flops
 from model_specs.flux import FluxSpec
 from model_specs.qwen_image import QwenImageSpec
-from model_specs.registry import available, get_spec, get_spec_for, register
+from model_specs.registry import available, get_spec, get_spec_for
 from model_specs.sd3 import SD3Spec
 from model_specs.wan import WanSpec
 from model_specs.z_image import ZImageSpec
@@ -34,7 +34,6 @@ __all__ = [
     "available",
     "get_spec",
     "get_spec_for",
-    "register",
     "training_flops",
 ]
 

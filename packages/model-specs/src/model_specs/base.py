@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from model_specs.common import compute_dtype, config_of, split_batch, to_uint8, unpack
 from model_specs.errors import SpecError
-from model_specs.folders import component, has_part, load_diffusers, load_part, read_json
+from model_specs.folders import component, empty_diffusers, has_part, load_diffusers, load_part, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +48,7 @@ class Sampling(Protocol):
 
     @property
     def true_cfg_scale(self) -> float | tuple[float, float]:
-        """Weight w of classifier-free guidance, negative + w * (positive - negative); 1 is off, and costs one prediction instead
-        of two. A pair is for networks with two experts."""
+        """Weight w of classifier-free guidance, negative + w * (positive - negative); 1 is off. A pair: one for each expert."""
 
     @property
     def guidance_scale(self) -> float | None:
@@ -57,7 +56,7 @@ class Sampling(Protocol):
 
 
 class ModelSpec(ABC):
-    """One architecture. Subclass it, set the class attributes, and name the class in the config or register it.
+    """One architecture. Subclass it, set the class attributes, and name the class in the config or in an entry point.
 
     Args:
         folder: a pipeline folder whose configs replace the defaults of the published full-size model (sizes, number of
@@ -122,27 +121,20 @@ class ModelSpec(ABC):
         self, path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> nn.Module:
         """The transformer of a pipeline folder, in eval mode, with gradients on; fp32 unless a dtype is given."""
-        folder = component(path, "transformer", "config.json")
-        return load_diffusers(self.transformer_class, folder, dtype, device)
+        folders = self.transformer_folders(path).values()
+        return self.joined(path, [load_diffusers(self.transformer_class, one, dtype, device) for one in folders])
 
     def empty_transformer(self, path: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
         """The transformer with its parameters on the meta device and its tables (buffers, rotary angles) real.
 
         For loading shard by shard, from the files in `transformer_folders`.
         """
-        import accelerate
-        import diffusers
-        import torch
+        folders = self.transformer_folders(path).values()
+        return self.joined(path, [empty_diffusers(self.transformer_class, one, dtype) for one in folders])
 
-        folder = component(path, "transformer", "config.json")
-        kind = getattr(diffusers, self.transformer_class)
-        with accelerate.init_empty_weights(include_buffers=False):
-            model = kind.from_config(kind.load_config(folder))
-        kept = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
-        for name, parameter in model.named_parameters():
-            if not any(part in name for part in kept):
-                parameter.data = parameter.data.to(dtype or torch.float32)
-        return model.eval()
+    def joined(self, path: str | Path, parts: list[nn.Module]) -> nn.Module:
+        """One module of the networks in `transformer_folders`."""
+        return parts[0]
 
     def transformer_folders(self, path: str | Path) -> dict[str, Path]:
         """Where the weights of `load_transformer`'s module lie: parameter-name prefix to folder of safetensors."""
@@ -152,9 +144,8 @@ class ModelSpec(ABC):
         self, path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> nn.Module:
         """The autoencoder of a pipeline folder, in eval mode and frozen."""
-        return load_diffusers(self.vae_class, component(path, "vae", "config.json"), dtype, device).requires_grad_(
-            False
-        )
+        vae = load_diffusers(self.vae_class, component(path, "vae", "config.json"), dtype, device)
+        return vae.requires_grad_(False)
 
     def load_scheduler(self, path: str | Path) -> Any:
         """The scheduler of a pipeline folder, of the class that its config names."""
@@ -197,25 +188,13 @@ class ModelSpec(ABC):
         return lambda prompt, length: self.check_prompt(tokenizers, prompt, length)
 
     def check_prompt(self, tokenizers: Mapping[str, Any], prompt: str, max_sequence_length: int) -> None:  # noqa: B027  (a spec need not say)
-        """Raise PromptTooLongError for a prompt that the encoder cannot read to its end.
-
-        Args:
-            tokenizers: of the pipeline, by the name of their part.
-            prompt: the text.
-            max_sequence_length: tokens at most.
-        """
+        """Raise PromptTooLongError for a prompt that the encoder cannot read to its end; `tokenizers` by the name of their part."""
 
     @abstractmethod
     def encode_prompt(
         self, parts: Mapping[str, Any], prompt: str, max_sequence_length: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Embed one prompt that `check_prompt` has passed: ([s, C], pooled [C'] or None).
-
-        Args:
-            parts: the loaded `text_parts`, by name.
-            prompt: the text.
-            max_sequence_length: s at most, but for tokens that every prompt has.
-        """
+        """Embed one prompt that `check_prompt` has passed, with the loaded `text_parts`: ([s, C], pooled [C'] or None)."""
 
     # ------------------------------------------------------------------ shapes and schedule
 
@@ -332,10 +311,7 @@ class ModelSpec(ABC):
     ) -> Tensor:
         """One forward of the network: the velocity without guidance, [B, ...] fp32.
 
-        Args:
-            transformer, sigma, settings: as in `velocity`.
-            x: the latents, in the network's dtype.
-            prompts: one row per sample.
+        `x` are the latents in the network's dtype, `prompts` has one row per sample; the others are as in `velocity`.
         """
 
     def guidance_weight(

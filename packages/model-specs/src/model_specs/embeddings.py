@@ -10,10 +10,12 @@ import gc
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from model_specs.errors import SpecError
 
@@ -51,27 +53,18 @@ class PromptEmbeds:
     def __len__(self) -> int:
         return self.embeds.shape[0]
 
-    @property
+    @cached_property
     def full(self) -> bool:
-        """True when no row has padding: then the stock pipelines pass no mask, which also picks a faster attention."""
-        known = self.__dict__.get("_full")
-        if known is None:  # asked once per object: on a GPU the answer is a synchronisation
-            known = bool(self.mask.all())
-            object.__setattr__(self, "_full", known)
-        return known
+        """True when no row has padding: then the stock pipelines pass no mask, which also picks a faster attention.
 
-    def check(self) -> PromptEmbeds:
-        """Return self if every mask row is left-aligned and not empty, else raise SpecError naming the row."""
-        lengths = self.mask.sum(1, keepdim=True)
-        positions = torch.arange(self.mask.shape[1], device=self.mask.device)
-        wrong = ((positions < lengths) != self.mask).any(1) | (lengths[:, 0] == 0)
-        if bool(wrong.any()):
-            row = int(wrong.nonzero()[0])
-            raise SpecError(
-                f"Mask row {row} is not left-aligned or is empty ({int(lengths[row])} of {self.mask.shape[1]} tokens "
-                "count): put the tokens that count first and the padding after them."
-            )
-        return self
+        Asked once per object, as `lengths` is: on a GPU the answer is a synchronisation.
+        """
+        return bool(self.mask.all())
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each row that count."""
+        return self.mask.sum(1).tolist()
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> PromptEmbeds:
         """Move, and cast the floating-point parts. Returns self when nothing changes."""
@@ -80,21 +73,9 @@ class PromptEmbeds:
         pooled = None if self.pooled is None else self.pooled.to(device=device, dtype=dtype)
         if embeds is self.embeds and mask is self.mask and pooled is self.pooled:
             return self
-        return self._carry(replace(self, embeds=embeds, mask=mask, pooled=pooled))
-
-    def _carry(self, other: PromptEmbeds) -> PromptEmbeds:
-        """Pass on what is already known about the mask."""
-        if "_full" in self.__dict__:
-            object.__setattr__(other, "_full", self.__dict__["_full"])
-        return other
-
-    def index(self, rows: Tensor | Sequence[int] | slice) -> PromptEmbeds:
-        """The given rows, in that order (repetition allowed)."""
-        if not isinstance(rows, slice):
-            rows = torch.as_tensor(rows, device=self.embeds.device)
-        pooled = None if self.pooled is None else self.pooled[rows]
-        chosen = PromptEmbeds(self.embeds[rows], self.mask[rows], pooled)
-        return self._carry(chosen) if self.__dict__.get("_full") else chosen
+        moved = replace(self, embeds=embeds, mask=mask, pooled=pooled)
+        moved.__dict__["full"] = self.full
+        return moved
 
     def expand(self, batch: int) -> PromptEmbeds:
         """One row for all `batch` samples (a shared negative prompt); a batch of that size already is returned as is.
@@ -107,15 +88,14 @@ class PromptEmbeds:
         if len(self) != 1:
             raise SpecError(f"{len(self)} prompt rows for {batch} samples: give one row per sample, or one for all.")
         pooled = None if self.pooled is None else self.pooled.expand(batch, -1)
-        _ = self.full  # known from here on, of the wider one too
-        return self._carry(PromptEmbeds(self.embeds.expand(batch, -1, -1), self.mask.expand(batch, -1), pooled))
+        wide = PromptEmbeds(self.embeds.expand(batch, -1, -1), self.mask.expand(batch, -1), pooled)
+        wide.__dict__["full"] = self.full
+        return wide
 
     def rows(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Each prompt's tokens without padding, [s, C] each, for networks that take a list of captions."""
-        if "_lengths" not in self.__dict__:  # like `full`: one synchronisation per object
-            object.__setattr__(self, "_lengths", self.mask.sum(1).tolist())
         embeds = self.embeds.to(dtype=dtype)
-        return [row[:length] for row, length in zip(embeds, self.__dict__["_lengths"], strict=True)]
+        return [row[:length] for row, length in zip(embeds, self.lengths, strict=True)]
 
     def pad_to(self, length: int) -> PromptEmbeds:
         """Pad the token axis with zeros (mask False) to `length`; SpecError when it is longer already."""
@@ -132,23 +112,23 @@ class PromptEmbeds:
 
     def trim(self) -> PromptEmbeds:
         """Drop the padding that all rows share (none of the tokens that count)."""
-        longest = int(self.mask.sum(1).max())
+        longest = max(self.lengths)
         if longest == self.mask.shape[1]:
             return self
         return replace(self, embeds=self.embeds[:, :longest], mask=self.mask[:, :longest])
 
     @staticmethod
     def cat(parts: Sequence[PromptEmbeds]) -> PromptEmbeds:
-        """Stack batches, padded to the longest. SpecError for no part, or pooled vectors in some parts only."""
-        if not parts:
-            raise SpecError("PromptEmbeds.cat([]) has nothing to join: give at least one PromptEmbeds.")
-        with_pooled = [part.pooled is not None for part in parts]
-        if any(with_pooled) != all(with_pooled):
+        """Stack batches, padded to the longest. SpecError for pooled vectors in some parts only."""
+        vectors = [part.pooled for part in parts if part.pooled is not None]
+        if len(vectors) not in (0, len(parts)):
             raise SpecError("Some parts have pooled vectors and some do not: join parts of one architecture only.")
         longest = max(part.embeds.shape[1] for part in parts)
-        parts = [part.pad_to(longest) for part in parts]
-        pooled = torch.cat([part.pooled for part in parts if part.pooled is not None]) if all(with_pooled) else None
-        return PromptEmbeds(torch.cat([p.embeds for p in parts]), torch.cat([p.mask for p in parts]), pooled)
+        embeds, masks = zip(*((p.embeds, p.mask) for p in (part.pad_to(longest) for part in parts)), strict=True)
+        joined = PromptEmbeds(torch.cat(embeds), torch.cat(masks), torch.cat(vectors) if vectors else None)
+        lengths = [length for part in parts for length in part.lengths]
+        joined.__dict__.update(lengths=lengths, full=min(lengths) == longest)
+        return joined
 
 
 class PromptEncoder:
@@ -222,12 +202,8 @@ class PromptEncoder:
             if not isinstance(prompt, str):
                 raise SpecError(f"A prompt must be a string, not {type(prompt).__name__}: {prompt!r}.")
             rows.append(self._lookup(prompt, length))
-        longest = max(embeds.shape[0] for embeds, _ in rows)
-        batch = rows[0][0].new_zeros(len(rows), longest, rows[0][0].shape[1])
-        mask = torch.zeros(len(rows), longest, dtype=torch.bool)
-        for i, (embeds, _) in enumerate(rows):
-            batch[i, : embeds.shape[0]] = embeds
-            mask[i, : embeds.shape[0]] = True
+        batch = pad_sequence([embeds for embeds, _ in rows], batch_first=True)
+        mask = torch.arange(batch.shape[1]) < torch.tensor([[len(embeds)] for embeds, _ in rows])
         pooled = [vector for _, vector in rows if vector is not None]
         return PromptEmbeds(batch, mask, torch.stack(pooled) if pooled else None).to(self.device)
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from model_specs import flops
 from model_specs.base import JOINT_MLP, ModelSpec, Sampling
 from model_specs.common import check_length, dynamic_shift, linear_sigmas, timestep_of
-from model_specs.registry import register
 from model_specs.text_encoders import clip_output, t5_hidden
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from model_specs.embeddings import PromptEmbeds
 
 
-@register
 class FluxSpec(ModelSpec):
     """FLUX.1 (text to image)."""
 

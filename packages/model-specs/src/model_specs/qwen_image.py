@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from model_specs import flops
 from model_specs.base import ModelSpec, Sampling
 from model_specs.common import check_length, dynamic_shift, linear_sigmas, timestep_of, with_statistics
-from model_specs.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,7 +27,6 @@ TEMPLATE = (
 TEMPLATE_TOKENS = 34
 
 
-@register
 class QwenImageSpec(ModelSpec):
     """Qwen-Image (text to image)."""
 

@@ -7,47 +7,32 @@ from __future__ import annotations
 
 import difflib
 import pkgutil
+from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from model_specs.base import ModelSpec
 from model_specs.errors import SpecError, UnknownArchitectureError
+from model_specs.flux import FluxSpec
 from model_specs.folders import component, read_json
+from model_specs.qwen_image import QwenImageSpec
+from model_specs.sd3 import SD3Spec
+from model_specs.wan import WanSpec
+from model_specs.z_image import ZImageSpec
 
 ENTRY_POINT_GROUP = "model_specs"
-_BY_NAME: dict[str, type[ModelSpec]] = {}
-_entry_points_read = False
-
-
-def register(spec: type[ModelSpec]) -> type[ModelSpec]:
-    """Make a spec findable by its name, transformer class and pipeline class. Usable as a decorator.
-
-    Raises:
-        SpecError: not a ModelSpec subclass, or one of its names belongs to another spec already.
-    """
-    spec = _checked(spec, "register")
-    names = {spec.name, spec.transformer_class, spec.pipeline_class}
-    for name in names:
-        other = _BY_NAME.get(name, spec)
-        if (other.__module__, other.__qualname__) != (spec.__module__, spec.__qualname__):
-            raise SpecError(f"{name!r} is taken by {other.__qualname__}: give {spec.__qualname__} names of its own.")
-    _BY_NAME.update(dict.fromkeys(names, spec))
-    return spec
+BUILTIN: tuple[type[ModelSpec], ...] = (FluxSpec, QwenImageSpec, SD3Spec, WanSpec, ZImageSpec)
 
 
 def available() -> list[str]:
     """Short names of all known architectures, third parties' included."""
-    _read_entry_points()
-    return sorted({spec.name for spec in _BY_NAME.values()})
+    return sorted({spec.name for spec in _by_name(_installed()).values()})
 
 
 def get_spec(name: str) -> ModelSpec:
-    """The spec with that short name, transformer class name or pipeline class name.
-
-    Raises:
-        UnknownArchitectureError: no such name; the message lists the known ones and the nearest.
-    """
+    """The spec that `find` finds, with the sizes of the published model."""
     return find(name)()
 
 
@@ -71,7 +56,12 @@ def get_spec_for(path: str | Path, architecture: str | None = None) -> ModelSpec
 
 
 def find(name: str) -> type[ModelSpec]:
-    """The spec class behind a name or "module:Class"; entry points are read only when no built-in one matches."""
+    """The class behind a short name, a transformer or pipeline class name, or "module:Class".
+
+    Raises:
+        UnknownArchitectureError: no such name; the message lists the known ones and the nearest.
+        SpecError: what the name stands for cannot be imported, or is no spec.
+    """
     if ":" in name:
         try:
             return _checked(pkgutil.resolve_name(name), name)
@@ -79,31 +69,43 @@ def find(name: str) -> type[ModelSpec]:
             if isinstance(error, SpecError):
                 raise
             raise SpecError(f"The architecture {name!r} cannot be imported: {error}") from error
-    if name not in _BY_NAME:
-        _read_entry_points()
-    if name not in _BY_NAME:
-        near = difflib.get_close_matches(str(name), list(_BY_NAME), n=1, cutoff=0.4)
+    known = _by_name(BUILTIN)
+    if name not in known:  # looking at what is installed takes a while
+        known = _by_name(_installed())
+    if name not in known:
+        near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UnknownArchitectureError(
             f"No spec for the architecture {name!r}. Known: {', '.join(available())}.{hint} Name a class of your own as "
             f"'module:Class', or add it by an entry point of the group {ENTRY_POINT_GROUP!r}."
         )
-    return _BY_NAME[name]
+    return known[name]
+
+
+def _by_name(specs: Iterable[type[ModelSpec]]) -> dict[str, type[ModelSpec]]:
+    found: dict[str, type[ModelSpec]] = {}
+    for spec in specs:
+        for name in (spec.name, spec.transformer_class, spec.pipeline_class):
+            if found.setdefault(name, spec) is not spec:
+                raise SpecError(
+                    f"{name!r} is taken by {found[name].__qualname__}: give {spec.__qualname__} names of its own."
+                )
+    return found
+
+
+@cache
+def _installed() -> tuple[type[ModelSpec], ...]:
+    """The built-in specs, and those of entry points."""
+    others = []
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            others.append(_checked(entry.load(), entry.value))
+        except Exception as error:
+            raise SpecError(f"The entry point {entry.name!r} = {entry.value!r} cannot be loaded: {error}") from error
+    return (*BUILTIN, *others)
 
 
 def _checked(found: Any, name: str) -> type[ModelSpec]:
     if not (isinstance(found, type) and issubclass(found, ModelSpec)):
         raise SpecError(f"{name}: {found!r} is not a subclass of model_specs.ModelSpec; give the class itself.")
     return found
-
-
-def _read_entry_points() -> None:
-    global _entry_points_read
-    if _entry_points_read:
-        return
-    for entry in entry_points(group=ENTRY_POINT_GROUP):
-        try:
-            register(entry.load())
-        except Exception as error:
-            raise SpecError(f"The entry point {entry.name!r} = {entry.value!r} cannot be loaded: {error}") from error
-    _entry_points_read = True

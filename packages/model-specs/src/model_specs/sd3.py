@@ -13,7 +13,6 @@ from model_specs import flops
 from model_specs.base import ModelSpec, Sampling
 from model_specs.common import check_length, dynamic_shift, timestep_of
 from model_specs.errors import SpecError
-from model_specs.registry import register
 from model_specs.text_encoders import clip_output, t5_hidden
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from model_specs.embeddings import PromptEmbeds
 
 
-@register
 class SD3Spec(ModelSpec):
     """Stable Diffusion 3 and 3.5 (text to image)."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 
 from model_specs import tiny_text as text
@@ -58,17 +59,12 @@ def _liven(pipeline: Any) -> None:
     last.weight.mul_(3.0)  # pixels from black to white, not grey
 
 
-def _flow_match(**options: Any) -> Any:
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    return FlowMatchEulerDiscreteScheduler(**options)
+_flow_match = diffusers.FlowMatchEulerDiscreteScheduler
 
 
 def _kl_vae() -> Any:
     """The 16-channel VAE of SD3, FLUX.1 and Z-Image."""
-    from diffusers import AutoencoderKL
-
-    return AutoencoderKL(
+    return diffusers.AutoencoderKL(
         sample_size=32,
         block_out_channels=(8, 8, 8, 8),
         down_block_types=("DownEncoderBlock2D",) * 4,
@@ -84,21 +80,19 @@ def _kl_vae() -> Any:
 
 
 def _qwen_image() -> Any:
-    from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
-
     from model_specs.qwen_image import TEMPLATE, TEMPLATE_TOKENS
 
     tokenizer = text.qwen_tokenizer([TEMPLATE])
     prefix = len(tokenizer(TEMPLATE.split("{}")[0]).input_ids)
     assert prefix == TEMPLATE_TOKENS, prefix  # the stock pipeline drops that many
-    return QwenImagePipeline(
+    return diffusers.QwenImagePipeline(
         scheduler=_flow_match(
             use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
         ),
-        vae=AutoencoderKLQwenImage(base_dim=8, num_res_blocks=1),
+        vae=diffusers.AutoencoderKLQwenImage(base_dim=8, num_res_blocks=1),
         text_encoder=text.qwen2_5_vl(tokenizer, WIDTH),
         tokenizer=tokenizer,
-        transformer=QwenImageTransformer2DModel(
+        transformer=diffusers.QwenImageTransformer2DModel(
             num_layers=2,
             attention_head_dim=32,
             num_attention_heads=2,
@@ -109,10 +103,8 @@ def _qwen_image() -> Any:
 
 
 def _sd3(**options: Any) -> Any:
-    from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
-
     clip, t5 = text.clip_tokenizer(), text.t5_tokenizer()
-    return StableDiffusion3Pipeline(
+    return diffusers.StableDiffusion3Pipeline(
         scheduler=_flow_match(shift=3.0),
         vae=_kl_vae(),
         text_encoder=text.clip_encoder(clip, WIDTH // 2, projection=True),
@@ -121,7 +113,7 @@ def _sd3(**options: Any) -> Any:
         tokenizer_2=clip,
         text_encoder_3=text.t5_encoder(t5, 2 * WIDTH),
         tokenizer_3=t5,
-        transformer=SD3Transformer2DModel(
+        transformer=diffusers.SD3Transformer2DModel(
             sample_size=32,
             num_layers=2,
             attention_head_dim=16,
@@ -135,22 +127,16 @@ def _sd3(**options: Any) -> Any:
     )
 
 
-def _sd35() -> Any:
-    return _sd3(dual_attention_layers=(0,), qk_norm="rms_norm")
-
-
 def _flux(guidance: bool = True) -> Any:
-    from diffusers import FluxPipeline, FluxTransformer2DModel
-
     clip, t5 = text.clip_tokenizer(), text.t5_tokenizer()
-    return FluxPipeline(
+    return diffusers.FluxPipeline(
         scheduler=_flow_match(use_dynamic_shifting=guidance, shift=3.0 if guidance else 1.0),
         vae=_kl_vae(),
         text_encoder=text.clip_encoder(clip, WIDTH // 2, projection=False),
         tokenizer=clip,
         text_encoder_2=text.t5_encoder(t5, WIDTH),
         tokenizer_2=t5,
-        transformer=FluxTransformer2DModel(
+        transformer=diffusers.FluxTransformer2DModel(
             num_layers=1,
             num_single_layers=2,
             attention_head_dim=16,
@@ -163,20 +149,14 @@ def _flux(guidance: bool = True) -> Any:
     )
 
 
-def _flux_schnell() -> Any:
-    return _flux(guidance=False)
-
-
 def _z_image() -> Any:
-    from diffusers import ZImagePipeline, ZImageTransformer2DModel
-
     tokenizer = text.qwen_tokenizer([text.CHAT_TEMPLATE, "user\n", "assistant\n", "system\n"])
-    return ZImagePipeline(
+    return diffusers.ZImagePipeline(
         scheduler=_flow_match(shift=3.0),
         vae=_kl_vae(),
         text_encoder=text.qwen3(tokenizer, WIDTH),
         tokenizer=tokenizer,
-        transformer=ZImageTransformer2DModel(
+        transformer=diffusers.ZImageTransformer2DModel(
             dim=WIDTH,
             n_layers=2,
             n_refiner_layers=1,
@@ -190,9 +170,7 @@ def _z_image() -> Any:
 
 
 def _wan_transformer(channels: int) -> Any:
-    from diffusers import WanTransformer3DModel
-
-    return WanTransformer3DModel(
+    return diffusers.WanTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=24,
         in_channels=channels,
@@ -205,12 +183,10 @@ def _wan_transformer(channels: int) -> Any:
 
 
 def _wan(scheduler: Any = None) -> Any:
-    from diffusers import AutoencoderKLWan, WanPipeline
-
     tokenizer = text.t5_tokenizer()
-    return WanPipeline(
+    return diffusers.WanPipeline(
         scheduler=scheduler or _flow_match(shift=5.0),
-        vae=AutoencoderKLWan(base_dim=8, num_res_blocks=1),
+        vae=diffusers.AutoencoderKLWan(base_dim=8, num_res_blocks=1),
         text_encoder=text.t5_encoder(tokenizer, WIDTH, umt5=True),
         tokenizer=tokenizer,
         transformer=_wan_transformer(16),
@@ -219,18 +195,9 @@ def _wan(scheduler: Any = None) -> Any:
     )
 
 
-def _wan_unipc() -> Any:
-    """With the scheduler that the published folders name."""
-    from diffusers import UniPCMultistepScheduler
-
-    return _wan(UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0))
-
-
 def _wan_5b() -> Any:
-    from diffusers import AutoencoderKLWan, WanPipeline
-
     tokenizer = text.t5_tokenizer()
-    vae = AutoencoderKLWan(
+    vae = diffusers.AutoencoderKLWan(
         base_dim=8,
         decoder_base_dim=8,
         z_dim=48,
@@ -243,7 +210,7 @@ def _wan_5b() -> Any:
         patch_size=2,
         scale_factor_spatial=16,
     )
-    return WanPipeline(
+    return diffusers.WanPipeline(
         scheduler=_flow_match(shift=5.0),
         vae=vae,
         text_encoder=text.t5_encoder(tokenizer, WIDTH, umt5=True),
@@ -255,12 +222,14 @@ def _wan_5b() -> Any:
 
 _BUILDERS: dict[str, Callable[[], Any]] = {
     "flux": _flux,
-    "flux_schnell": _flux_schnell,
+    "flux_schnell": lambda: _flux(guidance=False),
     "qwen_image": _qwen_image,
     "sd3": _sd3,
-    "sd35": _sd35,
+    "sd35": lambda: _sd3(dual_attention_layers=(0,), qk_norm="rms_norm"),
     "wan": _wan,
     "wan_5b": _wan_5b,
-    "wan_unipc": _wan_unipc,
+    "wan_unipc": lambda: _wan(  # with the scheduler that the published folders name
+        diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    ),
     "z_image": _z_image,
 }

@@ -6,6 +6,8 @@ import json
 import string
 from typing import Any
 
+import transformers
+
 # Words that get tokens of their own; all else falls back to characters or bytes.
 WORDS = (
     "a", "an", "the", "of", "on", "in", "and", "with", "one", "two", "three", "four", "red", "green", "blue", "yellow",
@@ -26,10 +28,9 @@ SPECIAL = (
 def qwen_tokenizer(corpus: list[str]) -> Any:
     """A byte-level BPE in which every word of the corpus is one token, as a `Qwen2Tokenizer` with a chat template."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import Qwen2Tokenizer
 
     # The tokenizer's own way of splitting text, so that the merges learned here are the ones that apply later.
-    splitter = json.loads(Qwen2Tokenizer().backend_tokenizer.to_str())["pre_tokenizer"]
+    splitter = json.loads(transformers.Qwen2Tokenizer().backend_tokenizer.to_str())["pre_tokenizer"]
     blank = Tokenizer(models.BPE())
     blank.pre_tokenizer = pre_tokenizers.Sequence([])
     blank = Tokenizer.from_str(json.dumps({**json.loads(blank.to_str()), "pre_tokenizer": splitter}))
@@ -43,7 +44,7 @@ def qwen_tokenizer(corpus: list[str]) -> Any:
     blank.train_from_iterator([*plain, *(f" {word}" for word in WORDS)], trainer)
     model = json.loads(blank.to_str())["model"]
     merges: Any = [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in model["merges"]]
-    tokenizer = Qwen2Tokenizer(
+    tokenizer = transformers.Qwen2Tokenizer(
         vocab=model["vocab"],
         merges=merges,
         unk_token="<|endoftext|>",
@@ -63,10 +64,8 @@ def _without_special(text: str) -> list[str]:
 
 def qwen2_5_vl(tokenizer: Any, width: int) -> Any:
     """The text encoder of Qwen-Image: `Qwen2_5_VLForConditionalGeneration`, 2 layers."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL}
-    config = Qwen2_5_VLConfig(
+    config = transformers.Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
             "hidden_size": width,
@@ -97,14 +96,12 @@ def qwen2_5_vl(tokenizer: Any, width: int) -> Any:
         vision_end_token_id=ids["<|vision_end|>"],
         tie_word_embeddings=True,
     )
-    return Qwen2_5_VLForConditionalGeneration(config).eval()
+    return transformers.Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
 def qwen3(tokenizer: Any, width: int) -> Any:
     """The text encoder of Z-Image: `Qwen3Model`, 3 layers."""
-    from transformers import Qwen3Config, Qwen3Model
-
-    config = Qwen3Config(
+    config = transformers.Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=width,
         intermediate_size=2 * width,
@@ -115,24 +112,22 @@ def qwen3(tokenizer: Any, width: int) -> Any:
         max_position_embeddings=1024,
         initializer_range=0.3,
     )
-    return Qwen3Model(config).eval()
+    return transformers.Qwen3Model(config).eval()
 
 
 def clip_tokenizer() -> Any:
     """A `CLIPTokenizer` that spells every word."""
     from tokenizers import pre_tokenizers
-    from transformers import CLIPTokenizer
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
-    return CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=77)
+    vocab = {token: i for i, token in enumerate(tokens)}
+    return transformers.CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77)
 
 
 def clip_encoder(tokenizer: Any, width: int, *, projection: bool) -> Any:
     """`CLIPTextModelWithProjection` (SD3) or `CLIPTextModel` (FLUX.1), 3 layers."""
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
-
-    config = CLIPTextConfig(
+    config = transformers.CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
         intermediate_size=2 * width,
@@ -145,26 +140,22 @@ def clip_encoder(tokenizer: Any, width: int, *, projection: bool) -> Any:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config).eval()
+    kind: Any = transformers.CLIPTextModelWithProjection if projection else transformers.CLIPTextModel
+    return kind(config).eval()
 
 
 def t5_tokenizer() -> Any:
     """A `T5Tokenizer` with the words above and single characters."""
-    from transformers import T5Tokenizer
-
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     vocab += [(f"▁{word}", -1.0) for word in WORDS if len(word) > 1]
     vocab += [(letter, -4.0) for letter in string.ascii_letters + string.digits + string.punctuation]
-    return T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=512)
+    return transformers.T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=512)
 
 
 def t5_encoder(tokenizer: Any, width: int, *, umt5: bool = False) -> Any:
     """`T5EncoderModel` (SD3, FLUX.1) or `UMT5EncoderModel` (Wan), 2 layers."""
-    from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
-
-    parts: Any = (UMT5Config, UMT5EncoderModel) if umt5 else (T5Config, T5EncoderModel)
-    kind, encoder = parts
-    config = kind(
+    family = "UMT5" if umt5 else "T5"
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=len(tokenizer),
         d_model=width,
         d_kv=16,
@@ -175,4 +166,4 @@ def t5_encoder(tokenizer: Any, width: int, *, umt5: bool = False) -> Any:
         pad_token_id=0,
         eos_token_id=1,
     )
-    return encoder(config).eval()
+    return getattr(transformers, f"{family}EncoderModel")(config).eval()

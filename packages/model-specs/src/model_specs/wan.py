@@ -19,17 +19,14 @@ from model_specs import flops
 from model_specs.base import ModelSpec, Sampling
 from model_specs.common import check_length, timestep_of, whole_timestep_of, with_statistics
 from model_specs.errors import SpecError
-from model_specs.folders import component, has_part, load_diffusers
-from model_specs.registry import register
+from model_specs.folders import component, has_part
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from model_specs.embeddings import PromptEmbeds
 
 
-@register
 class WanSpec(ModelSpec):
     """Wan (text to video)."""
 
@@ -45,35 +42,21 @@ class WanSpec(ModelSpec):
 
     # ------------------------------------------------------------------ experts
 
-    def load_transformer(
-        self, path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-    ) -> nn.Module:
-        """The transformer, or both experts as one `WanExperts` where the folder has two."""
-        boundary = self._boundary(path)
-        if boundary is None:
-            return super().load_transformer(path, dtype, device)
-        from model_specs.wan_experts import WanExperts
-
-        high, low = (
-            load_diffusers(self.transformer_class, folder, dtype, device)
-            for folder in self.transformer_folders(path).values()
-        )
-        return WanExperts(high, low, boundary).eval()
-
-    def empty_transformer(self, path: str | Path, dtype: torch.dtype | None = None) -> nn.Module:
-        boundary = self._boundary(path)
-        if boundary is None:
-            return super().empty_transformer(path, dtype)
-        from model_specs.wan_experts import WanExperts
-
-        high, low = super().empty_transformer(path, dtype), super().empty_transformer(path, dtype)
-        return WanExperts(high, low, boundary).eval()
-
     def transformer_folders(self, path: str | Path) -> dict[str, Path]:
         if self._boundary(path) is None:
             return super().transformer_folders(path)
         parts = ("transformer", "transformer_2")
         return {f"{part}.": component(path, part, "config.json") for part in parts}
+
+    def joined(self, path: str | Path, parts: list[nn.Module]) -> nn.Module:
+        """The transformer, or both experts as one `WanExperts` where the folder has two."""
+        boundary = self._boundary(path)
+        if boundary is None:
+            return super().joined(path, parts)
+        from model_specs.wan_experts import WanExperts
+
+        high, low = parts
+        return WanExperts(high, low, boundary).eval()
 
     @staticmethod
     def _boundary(path: str | Path) -> float | None:
@@ -159,9 +142,7 @@ class WanSpec(ModelSpec):
             _, frames, rows, columns = x.shape[1:]
             timestep = timestep[:, None].expand(len(x), frames * (rows // 2) * (columns // 2))
         embeds = self.unpadded(prompts).embeds.to(x.dtype)
-        return transformer(hidden_states=x, timestep=timestep, encoder_hidden_states=embeds, return_dict=False)[
-            0
-        ].float()
+        return transformer(x, timestep, embeds, return_dict=False)[0].float()
 
     def guidance_weight(
         self, transformer: nn.Module, sigma: Tensor, scale: float | tuple[float, float]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class WanExperts(ModelMixin, ConfigMixin, PeftAdapterMixin):  # type: ignore[misc]
-    """Routes every row to the expert of its timestep. Same call as `WanTransformer3DModel`.
+    """Routes every row to the expert of its timestep. Called as `WanTransformer3DModel` is.
 
     Args:
         transformer: the high-noise expert.
@@ -47,24 +47,15 @@ class WanExperts(ModelMixin, ConfigMixin, PeftAdapterMixin):  # type: ignore[mis
         return first >= self.config["boundary"]
 
     def forward(
-        self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, return_dict: bool = True
-    ) -> Any:
-        """[B, C, T, H, W] at timestep [B] (0..1000), text [B, S, C']. Rows of both kinds may be mixed."""
-        high = self.is_high(timestep)
+        self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, return_dict: bool = False
+    ) -> tuple[Tensor]:
+        """[B, C, T, H, W] at timestep [B] (0..1000), text [B, S, C'], to a tuple of one. Rows of both kinds may be mixed."""
+        high, given = self.is_high(timestep), (hidden_states, timestep, encoder_hidden_states)
         count = int(high.sum())
         if count in (0, len(high)):
-            expert = self.transformer if count else self.transformer_2
-            return expert(hidden_states, timestep, encoder_hidden_states, return_dict=return_dict)
+            return (self.transformer if count else self.transformer_2)(*given, return_dict=False)
         order = torch.cat([high.nonzero()[:, 0], (~high).nonzero()[:, 0]])
-        parts = [tensor[order].split([count, len(high) - count]) for tensor in (hidden_states, timestep)]
-        texts = encoder_hidden_states[order].split([count, len(high) - count])
-        outputs = [
-            expert(parts[0][i], parts[1][i], texts[i], return_dict=False)[0]
-            for i, expert in enumerate((self.transformer, self.transformer_2))
-        ]
-        merged = torch.cat(outputs)[torch.argsort(order)]
-        if not return_dict:
-            return (merged,)
-        from diffusers.models.modeling_outputs import Transformer2DModelOutput
-
-        return Transformer2DModelOutput(sample=merged)
+        rows = zip(*(tensor[order].split([count, len(high) - count]) for tensor in given), strict=True)
+        experts = zip((self.transformer, self.transformer_2), rows, strict=True)
+        outputs = [expert(*part, return_dict=False)[0] for expert, part in experts]
+        return (torch.cat(outputs)[torch.argsort(order)],)

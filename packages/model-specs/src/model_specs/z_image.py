@@ -14,7 +14,6 @@ from model_specs import flops
 from model_specs.base import ModelSpec, Sampling
 from model_specs.common import check_length, dynamic_shift, timestep_of
 from model_specs.errors import SpecError
-from model_specs.registry import register
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 TOKEN_MULTIPLE = 32
 
 
-@register
 class ZImageSpec(ModelSpec):
     """Z-Image (text to image)."""
 
