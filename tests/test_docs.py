@@ -52,13 +52,15 @@ def test_every_key_is_used_by_a_recipe_or_explained_on_a_page():
     recipes = [file for place in ("apps", "packages") for file in ROOT.glob(f"{place}/*/src/**/recipes/*.yaml")]
     known = set().union(*(keys_of(yaml.safe_load(file.read_text(encoding="utf-8"))) for file in recipes))
     for page in [*ROOT.glob("*.md"), *PAGES, *ROOT.glob("packages/*/*.md"), *ROOT.glob("apps/*/*.md")]:
-        known |= set(re.findall(r"[a-z_]+(?:\.[a-z_]+)+(?:\.\*)?", page.read_text(encoding="utf-8")))
+        known |= set(re.findall(r"[a-z_][a-z_0-9]*(?:\.[a-z_0-9]+)+(?:\.\*)?", page.read_text(encoding="utf-8")))
     keys = [key for key, kind in known_keys().items() if is_section(kind) is None and key not in ("app", "recipe")]
     assert [key for key in keys if not {key, key.rpartition(".")[0] + ".*"} & known] == []
 
 
 def test_every_key_on_the_page_of_keys_exists():
-    named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)[^`]*`", (ROOT / "docs" / "keys.md").read_text(encoding="utf-8"))
+    named = re.findall(
+        r"`([a-z_][a-z_0-9]*(?:\.[a-z_0-9]+)+)[^`]*`", (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
+    )
     assert len(named) > 50
     assert set(named) <= set(known_keys())
 
