@@ -111,10 +111,10 @@ def make_folder(size: Size, folder: Path) -> Path:
         save_file({k: v.to(dtype) for k, v in load_file(file).items()}, file, metadata={"format": "pt"})
     for config in (folder / "text_encoder" / "config.json",):
         config.write_text(config.read_text().replace('"float32"', f'"{str(dtype).removeprefix("torch.")}"'))
-    # A file without tensors: the program looks for one, and the weights come from `transformer_config` and the engine's pipeline.
-    save_file({}, folder / "transformer" / "diffusion_pytorch_model.safetensors")
     config = folder / "transformer" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), **size.transformer}))
+    # The program reads names and shapes; the numbers come from `transformer_config` and the engine's pipeline.
+    write_header(folder / "transformer" / "diffusion_pytorch_model.safetensors", config, "F32" if CPU else "BF16")
     if large:
         from diffusers import AutoencoderKLQwenImage
 
@@ -123,6 +123,23 @@ def make_folder(size: Size, folder: Path) -> Path:
         vae: Any = AutoencoderKLQwenImage()
         vae.to(dtype).save_pretrained(folder / "vae")
     return folder
+
+
+def write_header(file: Path, config: Path, dtype: str) -> None:
+    """A safetensors file whose data is a hole: it takes no room."""
+    import torch
+    from diffusers import QwenImageTransformer2DModel
+
+    with torch.device("meta"):
+        module = QwenImageTransformer2DModel.from_config(json.loads(config.read_text()))
+    header, end = dict[str, Any](), 0
+    for name, tensor in module.state_dict().items():
+        start, end = end, end + tensor.numel() * (4 if dtype == "F32" else 2)
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        out.truncate(8 + len(text) + end)
 
 
 def requests(size: Size, count: int, round_: int = 0, **changes: Any) -> list[Any]:
