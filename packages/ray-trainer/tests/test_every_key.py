@@ -22,7 +22,6 @@ PRESENTATION = {"app", "recipe"}
 REFUSED = {
     "model.lora.merge",
     "actor.fsdp_config.ema_decay",
-    "actor.fsdp_config.ulysses_sequence_parallel_size",
 }
 """Any value but the default is refused: see test_trainer_support."""
 
@@ -45,10 +44,10 @@ READERS = {
     "actor.fsdp_config.use_torch_compile actor.fsdp_config.full_determinism",
     f"{ENGINE}._state_names": "model.policy_state_adapters",
     "fsdp_diffusers_engine.sharding:blocks_of": "model.fsdp_layer_prefixes",
-    f"{WORKER}.train_mini_batch": "actor.ppo_mini_batch_size actor.ppo_epochs actor.data_loader_seed",
+    f"{WORKER}.train_mini_batch": "actor.ppo_epochs",
+    "fsdp_diffusers_engine.batch:mini_batches": "actor.ppo_mini_batch_size actor.shuffle actor.data_loader_seed",
     f"{WORKER}._sized": "actor.ppo_micro_batch_size_per_gpu",
     f"{WORKER}.compute_log_prob": "actor.log_prob_micro_batch_size_per_gpu",
-    f"{WORKER}._order": "actor.shuffle",
     "diffusion_losses.policy_gradient:clipped_loss": "actor.diffusion_loss.clip_ratio",
     "diffusion_losses.policy_gradient:Steps": "actor.diffusion_loss.adv_clip_max",
     "diffusion_losses.policy_gradient:_finish": "actor.diffusion_loss.ref_kl_coef",
@@ -69,6 +68,7 @@ READERS = {
     "fsdp_diffusers_engine.optim:build_optimizer": "actor.optim.lr actor.optim.betas actor.optim.eps actor.optim.weight_decay",
     f"{ENGINE}.optimizer_step": "actor.optim.clip_grad",
     f"{ENGINE}.save_checkpoint": "actor.checkpoint.save_contents",
+    "fsdp_diffusers_engine.sharding:make_layout": "actor.fsdp_config.ulysses_sequence_parallel_size",
     "fsdp_diffusers_engine": "actor.fsdp_config.device actor.fsdp_config.mixed_precision.param_dtype "
     "actor.fsdp_config.sharding actor.fsdp_config.fsdp_size "
     "actor.fsdp_config.reshard_after_forward actor.fsdp_config.forward_prefetch actor.fsdp_config.offload_policy",

@@ -11,7 +11,7 @@ REFUSED = {
     "model.lora_rank=0": "full fine-tuning",
     "model.lora.merge=true": "nothing here sends merged weights",
     "actor.fsdp_config.ema_decay=0.99": "no validation and no export reads the average",
-    "actor.fsdp_config.ulysses_sequence_parallel_size=2": "ranks of one sequence need the same",
+    "actor.fsdp_config.ulysses_sequence_parallel_size=2": "does not divide trainer.num_workers=1",
     "rollout.agent.default_agent_loop=my_loop": "neither one of diffusion_single_turn_agent",
     "rollout.vllm_omni.engine_kwargs={ulysses_degree: 2}": "sets ulysses_degree",
     "rollout.vllm_omni.engine_kwargs.pipeline_parallel_size=2": "sets pipeline_parallel_size",

@@ -48,6 +48,7 @@ class DiffusersBackend:
         max_batch_size: samples denoised together.
         device: where the transformer is; latents are drawn on the CPU and moved.
         adapter_ctx: context manager that makes one adapter sample; None allows only "default", the module as it is.
+        sharers: processes that share the tokens of a sample (sequence parallelism), all of which make the same calls.
         shares_weights: True when the trainer updates this very module: `update_lora` then only proves that the
             payload is what the module holds. False binds the payload.
         fp8: sample with the frozen weights in fp8; see `fp8`.
@@ -64,13 +65,14 @@ class DiffusersBackend:
         max_batch_size: int = 64,
         device: torch.device | str = "cpu",
         adapter_ctx: AdapterContext | None = None,
+        sharers: int = 1,
         shares_weights: bool = True,
         fp8: bool = False,
     ) -> None:
         self.spec, self.transformer, self.encoder, self.vae, self.scheduler = spec, transformer, encoder, vae, scheduler
         self.max_batch_size = max_batch_size
         self.device = torch.device(device)
-        self.shares_weights = shares_weights
+        self.shares_weights, self.sharers = shares_weights, sharers
         self.fp8 = fp8
         self._weights = ModuleWeights(transformer, shared=shares_weights, adapter_ctx=adapter_ctx)
         self._schedules: dict[tuple[int, ...], SigmaSchedule] = {}
@@ -148,7 +150,8 @@ class DiffusersBackend:
         return denoised(batch, trajectory, pictures, schedule, cond=cond, negative=negative, **stamps)
 
     def _encode(self, texts: list[str], settings: SamplerSettings) -> Any:
-        return self.encoder.encode(texts, settings.max_sequence_length).to(self.device)
+        embeds = self.encoder.encode(texts, settings.max_sequence_length).to(self.device)
+        return embeds.pad_to(-(-embeds.embeds.shape[1] // self.sharers) * self.sharers) if self.sharers > 1 else embeds
 
     def _denoise(self, batch: list[GenerationRequest], schedule: SigmaSchedule, cond: Any, negative: Any) -> Trajectory:
         settings = batch[0].settings

@@ -104,12 +104,9 @@ def _window(config: RunConfig) -> Iterator[str]:
 
 def _pairs(config: RunConfig) -> Iterator[str]:
     """Two rows that belong together must stay together."""
-    micro, mini = config.actor.ppo_micro_batch_size_per_gpu, config.actor.ppo_mini_batch_size
-    rows = 2 * config.trainer.num_workers
+    micro = config.actor.ppo_micro_batch_size_per_gpu
     if micro % 2:
         yield f"actor.ppo_micro_batch_size_per_gpu={micro} must be even: dpo takes pairs of rows"
-    if mini % rows:
-        yield f"actor.ppo_mini_batch_size={mini} must divide by {rows}: pairs of rows for each worker"
 
 
 def _support(config: RunConfig) -> Iterator[str]:
@@ -122,10 +119,16 @@ def _support(config: RunConfig) -> Iterator[str]:
         yield "model.lora.merge=true: samplers take the adapter as it is, and nothing here sends merged weights; leave it false"
     if fsdp.ema_decay:
         yield f"actor.fsdp_config.ema_decay={fsdp.ema_decay}: no validation and no export reads the average; leave it at 0"
-    if ranks != 1:
+    if workers % ranks:
         yield (
-            f"actor.fsdp_config.ulysses_sequence_parallel_size={ranks}: the loop gives every rank other samples, and ranks of one "
-            "sequence need the same; leave it at 1"
+            f"actor.fsdp_config.ulysses_sequence_parallel_size={ranks} does not divide trainer.num_workers={workers}: that many "
+            "workers share a sample; use a divisor"
+        )
+    rows = config.data.prompts_per_step * config.rollout.n
+    if rows < workers // ranks:
+        yield (
+            f"data.prompts_per_step * rollout.n = {rows} samples a step leave some of trainer.num_workers={workers} without any; "
+            "use fewer workers, or draw more"
         )
     if size != -1 and workers % size:
         yield f"actor.fsdp_config.fsdp_size={size} does not divide trainer.num_workers={workers}; use -1 for those of one machine"

@@ -100,6 +100,7 @@ class ActorRolloutRefWorker:
             max_batch_size=rollout.max_batch_size,
             device=self.engine.device,
             adapter_ctx=self.engine.use_adapter,
+            sharers=self.engine.layout.sp_size,
             fp8=rollout.fp8,
         )
 
