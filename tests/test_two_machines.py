@@ -7,6 +7,7 @@ own. Needs root on Linux and `ip` (iproute2).
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,18 +21,19 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 HEAD, OTHER = "10.213.7.1", "10.213.7.2"
-# A GPU that is not there holds one training process on each machine.
-NODE = ["--num-cpus=2", "--num-gpus=1", "--disable-usage-stats", "--object-store-memory=100000000"]
+# GPUs that are not there: one training process runs on the first machine, two on the second.
+GPUS = (1, 2)
+NODE = ["--num-cpus=2", "--disable-usage-stats", "--object-store-memory=100000000"]
 MICRO = [
     f"ray.address={HEAD}:6379",
-    "trainer.num_workers=2",
+    "trainer.num_workers=3",
     "trainer.save_every=1",
     "trainer.val_before_train=false",
     "data.val_max_prompts=1",
     "rollout.val_kwargs.n=1",
-    "rollout.n=2",
+    "rollout.n=3",
     "data.prompts_per_step=2",
-    "actor.ppo_mini_batch_size=4",
+    "actor.ppo_mini_batch_size=6",
     "rollout.pipeline.num_inference_steps=3",
     "rollout.algo.sde_window_range=[0,2]",
     "rollout.val_kwargs.pipeline.num_inference_steps=3",
@@ -52,7 +54,8 @@ def why_not():
     return f"no network namespaces here: {made.stderr or tried.stderr}" if made.returncode else ""
 
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+# Five starts of a program; on an idle machine two minutes.
+pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(900)]
 
 
 class Machines:
@@ -95,7 +98,7 @@ class Machines:
             "--include-dashboard=false",
             f"--temp-dir={self.temp}",
         ]
-        self._do(0, [BIN / "ray", "start", *head, *NODE])
+        self._do(0, [BIN / "ray", "start", *head, f"--num-gpus={GPUS[0]}", *NODE])
 
     def _do(self, which, command, **env):
         words = ["ip", "netns", "exec", self.names[which], *map(str, command)]
@@ -104,7 +107,7 @@ class Machines:
 
     def start_other(self, **env):
         """Ray on the second machine, which has a disk of its own at `hidden`."""
-        ray = f"{BIN}/ray start --address={HEAD}:6379 --node-ip-address={OTHER} {' '.join(NODE)}"
+        ray = f"{BIN}/ray start --address={HEAD}:6379 --node-ip-address={OTHER} --num-gpus={GPUS[1]} {' '.join(NODE)}"
         self._do(1, ["sh", "-c", f"mount -t tmpfs none {self.hidden} && exec {ray}"], **env)
 
     def stop(self, which):
@@ -124,7 +127,7 @@ class Machines:
         """What the program says when it will not start, and after how many seconds."""
         began = time.monotonic()
         process = self.program(*keys)
-        _, said = process.communicate(timeout=120)
+        _, said = process.communicate(timeout=300)
         assert process.returncode == 2, said
         assert said.count("\n") == 1, said
         return said, time.monotonic() - began
@@ -146,8 +149,8 @@ def two(tmp_path_factory):
 
 
 def test_more_workers_than_gpus_are_one_line(two):
-    said, _ = two.refused("trainer.num_workers=4", f"trainer.run_dir={two.place}/run")
-    assert "trainer.num_workers=4 needs 4 GPUs and Ray sees 1; ask for 1 or fewer" in said
+    said, _ = two.refused("trainer.num_workers=6", f"trainer.run_dir={two.place}/run")
+    assert "trainer.num_workers=6 needs 6 GPUs and Ray sees 1; ask for 1 or fewer" in said
 
 
 def test_a_head_that_does_not_answer_is_one_line(two):
@@ -182,7 +185,7 @@ def test_a_run_over_two_machines_ends_clearly_when_one_is_gone_and_goes_on_when_
     latest = run / "checkpoints" / "latest.json"
     process = two.program(f"trainer.run_dir={run}", "trainer.total_steps=500")
     try:
-        deadline = time.monotonic() + 150
+        deadline = time.monotonic() + 300
         while not latest.exists():
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline, "no first step"
@@ -191,10 +194,10 @@ def test_a_run_over_two_machines_ends_clearly_when_one_is_gone_and_goes_on_when_
         out, said = process.communicate(timeout=90)
     finally:
         process.kill()
-    assert "placement: 2 training processes, a whole copy each" in out
+    assert "placement: 3 training processes, a whole copy each" in out
     assert process.returncode == 1, said
     assert "flowgrpo: failed: step " in said
-    assert f"training process 1 on machine {OTHER} is gone" in said
+    assert re.search(rf"training process [12] on machine {OTHER} is gone", said)
     assert "trainer.on_existing=resume" in said
     assert "Traceback" not in said
 
@@ -202,7 +205,7 @@ def test_a_run_over_two_machines_ends_clearly_when_one_is_gone_and_goes_on_when_
     again = [f"trainer.run_dir={run}", "trainer.on_existing=resume", f"trainer.total_steps={done + 1}"]
     two.start_other()
     process = two.program(*again)
-    out, said = process.communicate(timeout=200)
+    out, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert f"after step {done}" in out
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]

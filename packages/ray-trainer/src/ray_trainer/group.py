@@ -131,8 +131,9 @@ class WorkerGroup:
         return torch.stack(await asyncio.gather(*asked))
 
     async def abort(self, request_ids: Sequence[str]) -> int:
-        """Cancel requests in flight on every worker."""
-        return sum(await asyncio.gather(*(worker.aside(Worker.abort, request_ids) for worker in self.workers)))
+        """Cancel requests in flight on every worker that lives."""
+        asked = (worker.aside(Worker.abort, request_ids) for worker in self.workers)
+        return sum(n for n in await asyncio.gather(*asked, return_exceptions=True) if isinstance(n, int))
 
     def each(self, method: Callable[..., R], batch: TensorDict, *columns: torch.Tensor) -> list[R]:
         """Call a method on every worker with the slots of the batch's rows there, and their rows of the columns."""
