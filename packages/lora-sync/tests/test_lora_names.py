@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lora_sync import NameMapError, extract_lora, get_map, guess_map, to_vllm
+from lora_sync import LoRAPayload, NameMapError, export, extract_lora, get_map, guess_map, load_any, to_vllm
 from lora_sync.maps import MAPS
 from lora_sync.names import Place
 from lora_sync.payload import A, B
@@ -198,3 +198,26 @@ def test_lookups_by_any_usual_name():
         get_map("unet")
     with pytest.raises(NameMapError, match="no architecture"):
         guess_map(["mid_block.attentions.0"])
+
+
+def test_a_name_map_of_ones_own(tmp_path, monkeypatch):
+    """By import path: it turns names for the engine, and reads and checks files; "any" keeps the names."""
+    (tmp_path / "map_of_a_test.py").write_text(
+        "from lora_sync.names import NameMap, Rule\n"
+        'rules = (Rule("layers.{i}.q", "blocks.{i}.query"), Rule("out", "head"))\n'
+        'MINE = NameMap("mine", "MineTransformer", rules, vllm=((".q", ".q_proj"),))\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    names = get_map("map_of_a_test:MINE")
+    assert names.to_vllm("layers.3.q") == "layers.3.q_proj"
+    assert names.to_comfy("layers.3.q")[0] == "blocks.3.query"
+    tensors = {f"layers.0.q.lora_{x}.weight": torch.ones(2, 2) for x in "AB"}
+    payload = LoRAPayload.build(tensors, alphas=2.0, version=1)
+    for kind in ("diffusers", "comfy"):  # written, read back and compared under this map
+        file = export(payload, kind, tmp_path / kind, architecture="map_of_a_test:MINE")
+        assert load_any(file, architecture="map_of_a_test:MINE")[0].modules == ("layers.0.q",)
+    with pytest.raises(NameMapError, match="1 of 1 layers are not in qwen_image"):
+        load_any(tmp_path / "comfy.safetensors", architecture="qwen_image")
+    for wrong in ("map_of_a_test:rules", "map_of_a_test:missing", "no_such_module_of_a_test:MINE"):
+        with pytest.raises(NameMapError, match="map_of_a_test|no_such_module"):
+            get_map(wrong)

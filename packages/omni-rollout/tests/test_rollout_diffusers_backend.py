@@ -236,3 +236,22 @@ def test_a_training_module_is_left_as_it_was(backend, make_request):
         assert backend.transformer.training
     finally:
         backend.transformer.eval()
+
+
+def test_a_replica_takes_a_spec_of_ones_own(tiny, tmp_path, monkeypatch, make_request):
+    from omni_rollout.hosted import HostedDiffusersBackend
+
+    (tmp_path / "spec_of_a_test.py").write_text(
+        "from model_specs import QwenImageSpec\n"
+        "class Halved(QwenImageSpec):\n"
+        "    def predict(self, *args):\n"
+        "        return 0.5 * super().predict(*args)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = HostedDiffusersBackend(tiny, architecture="spec_of_a_test:Halved")
+    stock = HostedDiffusersBackend(tiny)
+    drawn = [backend.generate([make_request()])["final_latents"] for backend in (mine, stock)]
+    assert type(mine.spec).__name__ == "Halved"
+    assert (drawn[0] - drawn[1]).abs().max() > 0.1
+    with pytest.raises(RolloutConfigError, match="cannot be imported"):
+        HostedDiffusersBackend(tiny, architecture="spec_of_a_test:Lost")
