@@ -2,6 +2,7 @@
 
 import sys
 
-from dpo_online.cli import main
+from dpo_online.cli import APP
+from ray_trainer.cli import run
 
-sys.exit(main())
+sys.exit(run(APP))

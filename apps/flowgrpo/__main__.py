@@ -2,6 +2,7 @@
 
 import sys
 
-from flowgrpo.cli import main
+from flowgrpo.cli import APP
+from ray_trainer.cli import run
 
-sys.exit(main())
+sys.exit(run(APP))

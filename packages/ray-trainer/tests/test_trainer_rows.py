@@ -35,9 +35,8 @@ from ray import cloudpickle
 from ray_trainer.config import compose
 from ray_trainer.group import WorkerGroup
 from ray_trainer.prompts import Prompt
-from ray_trainer.rollouts import Rollouts
+from ray_trainer.rollouts import FleetSampler, HybridSampler, Rollouts
 from ray_trainer.rows import Store
-from ray_trainer.samplers import FleetSampler, HybridSampler
 from ray_trainer.workers import ActorRolloutRefWorker as Worker
 from tensordict import TensorDict
 

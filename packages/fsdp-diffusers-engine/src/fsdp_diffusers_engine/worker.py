@@ -26,11 +26,11 @@ from . import batch, perf, sharding
 from .config import TrainingWorkerConfig
 from .engine import DiffusersFSDPEngine
 from .errors import EngineError, EngineStateError
-from .forward_process import ForwardProcessDiffusersFSDPEngine
+from .forward_process import ForwardProcess
 from .losses import DiffusionLoss, FirstUpdateLoss
 from .metrics import reduce_metrics
 from .objective import gather_outputs
-from .ppo import PPODiffusersFSDPEngine
+from .ppo import Replay
 
 if TYPE_CHECKING:
     from lora_sync import LoRAPayload
@@ -42,7 +42,7 @@ class TrainingWorker:
     """One rank of a trainer.
 
     Args:
-        config: the actor, and this process's place among the ranks. The engine follows from the loss: policy gradients
+        config: the actor, and this process's place among the ranks. The objective follows from the loss: policy gradients
             replay trajectories, forward-process losses noise clean latents.
     """
 
@@ -50,12 +50,9 @@ class TrainingWorker:
         self.config = config
         actor = config.actor
         self._join()
+        objective = Replay() if actor.diffusion_loss.spec.replays else ForwardProcess(actor.forward_process)
         parts = (actor.model_config, actor.fsdp_config, actor.optim, actor.checkpoint)
-        self.engine: DiffusersFSDPEngine = (
-            PPODiffusersFSDPEngine(*parts)
-            if actor.diffusion_loss.spec.replays
-            else ForwardProcessDiffusersFSDPEngine(*parts, forward_config=actor.forward_process)
-        )
+        self.engine = DiffusersFSDPEngine(objective, *parts)
         self._ready = False
         self._spent: dict[str, float] = {}
         self._base_fingerprint: str | None = None

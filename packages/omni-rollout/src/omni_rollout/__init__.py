@@ -24,7 +24,7 @@ _EXPORTS = {
     "Remote": "remote",
     "Router": "router",
     "DiffusionAgentLoopWorker": "agent_loop",
-    "DiffusionSingleTurnAgentLoop": "loop_base",
+    "DiffusionSingleTurnAgentLoop": "agent_loop",
     "DiffusionAgentLoop": "loop_base",
     "RolloutError": "errors",
 }

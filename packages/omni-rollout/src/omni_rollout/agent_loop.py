@@ -9,17 +9,25 @@ Shapes: B sample; the keys of a batch are those of `samples`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .config import DiffusionRolloutConfig
-from .loop_base import Client, Reward
+from .loop_base import Client, DiffusionAgentLoop, Reward
 from .loops import get_agent_loop
 from .samples import Chunk, in_order, pictures_of
 from .types import GenerationRequest
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+
+class DiffusionSingleTurnAgentLoop(DiffusionAgentLoop):
+    """One prompt, one sample."""
+
+    def run(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
+        """See `DiffusionAgentLoop.run`."""
+        return self.client.stream(requests)
 
 
 class DiffusionAgentLoopWorker:

@@ -49,11 +49,3 @@ class DiffusionAgentLoop(ABC):
     @abstractmethod
     def run(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
         """Finished samples of the requests, in chunks; each request in exactly one. A loop may add keys of its own."""
-
-
-class DiffusionSingleTurnAgentLoop(DiffusionAgentLoop):
-    """One prompt, one sample."""
-
-    def run(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
-        """See `DiffusionAgentLoop.run`."""
-        return self.client.stream(requests)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .loop_base import DiffusionAgentLoop
 
 LOOPS = {
-    "diffusion_single_turn_agent": "omni_rollout.loop_base:DiffusionSingleTurnAgentLoop",
+    "diffusion_single_turn_agent": "omni_rollout.agent_loop:DiffusionSingleTurnAgentLoop",
     "diffusion_judge_edit_agent": "omni_rollout.edit_loop:DiffusionJudgeEditAgentLoop",
 }
 

@@ -1,26 +1,44 @@
-"""The driver's side of sampling: sampler, agent loop and reward pool, put together once.
+"""The driver's side of sampling: what draws, the agent loop and the reward pool, put together once.
 
-prompts → requests → agent loop → sampler (the trainers themselves, or a router over replicas) → one batch
+prompts → requests → agent loop → sampler → one batch
                          └→ reward pool, the moment a chunk of samples is there
+
+`HybridSampler` samples with the very tensors that are trained, so a sync only proves that. `FleetSampler` keeps replicas of
+the policy in processes of their own (vLLM-Omni engines, or diffusers with a copy of the weights); a sync sends every replica
+the adapters and believes nothing but its receipt.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping
-from typing import Any
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import torch
 from image_rewards import RewardSample
-from image_rewards.loop import RewardLoopManager
+from image_rewards.loop import RewardLoopManager, Stored
+from lora_sync import verify
 from omni_rollout.agent_loop import DiffusionAgentLoopWorker
 from omni_rollout.config import DiffusionPipelineConfig
+from omni_rollout.fleet import Fleet
+from omni_rollout.samples import Chunk
 from omni_rollout.sampling import resolve_settings
 from omni_rollout.types import GenerationRequest
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
+from torch import Tensor
 
 from ray_trainer.config import RunConfig
+from ray_trainer.machines import fetch_everywhere, machines
 from ray_trainer.prompts import Prompt
-from ray_trainer.samplers import Sampler
+from ray_trainer.step_metrics import Metrics
+from ray_trainer.workers import ActorRolloutRefWorker as Worker
+
+if TYPE_CHECKING:
+    from ray_trainer.group import WorkerGroup
 
 _FAULTS = tuple(
     f"rollout/{name}" for name in ("retried", "errors", "timeouts", "deaths", "restarts", "failed", "queued_s")
@@ -135,3 +153,174 @@ class Rollouts:
     def close(self) -> None:
         """End the reward pool."""
         self.rewards.shutdown()
+
+
+class Sampler(Protocol):
+    """Where samples come from."""
+
+    def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
+        """Draw all of them; see `omni_rollout.loop_base.Client`."""
+        ...
+
+    async def final_latents(self, samples: TensorDict) -> Tensor:
+        """[b, …] of samples that it drew for training."""
+        ...
+
+    def faults(self) -> Metrics:
+        """Counters since the start of what went wrong and was mended."""
+        ...
+
+    async def sync(self, version: int) -> Metrics:
+        """Bring every sampler to the trainer's weights and prove it. Raises `LoRASyncError` when the proof fails."""
+
+    async def leave_gpu(self) -> None:
+        """Give memory that the trainer needs for its update; `sync` takes it again."""
+
+    async def close(self) -> None:
+        """End what was started."""
+
+
+async def open_sampler(config: RunConfig, workers: WorkerGroup) -> Sampler:
+    """The sampler that the config asks for, started."""
+    return HybridSampler(config, workers) if config.shares_weights else await FleetSampler.launch(config, workers)
+
+
+def chunk(facts: Mapping[str, np.ndarray], pictures: Any, owners: Sequence[int]) -> TensorDict:
+    """What the driver holds of some samples: numbers, and where pictures and rows are.
+
+    Args:
+        facts: [b] each, with `slot` of rows that are kept.
+        pictures: reference to uint8 [b, …].
+        owners: rank that keeps each row.
+    """
+    made = TensorDict({name: torch.from_numpy(value.copy()) for name, value in facts.items()}, batch_size=[len(owners)])
+    if "slot" in facts:
+        made["owner"] = torch.tensor(owners)
+    made["responses"] = NonTensorStack(*(Stored(pictures, row) for row in range(len(owners))))
+    return made
+
+
+class HybridSampler:
+    """The training processes sample with their own weights."""
+
+    def __init__(self, config: RunConfig, workers: WorkerGroup):
+        self.config, self.workers = config, workers
+
+    async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
+        """Each rank draws its share batch by batch; whole batches come as they are finished."""
+        size, dealt = self.config.rollout.max_batch_size, self.workers.deal(len(requests))
+        places: dict[asyncio.Future[Any], tuple[int, list[int]]] = {}
+        # All are sent at once, in order: the workers draw one after the other. A rank whose share is smaller draws its last
+        # sample again, where it would be asked less often than the others, and nobody looks at it.
+        for start in range(0, max(map(len, dealt)), size):
+            for rank, share in enumerate(dealt):
+                batch = share[start : start + size]
+                asked = [requests[i] for i in batch] or [
+                    (last := requests[(share or [0])[-1]]).replace(request_id=f"{last.request_id}+{rank}")
+                ]
+                places[asyncio.ensure_future(self.workers.generate(rank, asked))] = rank, batch
+        try:
+            left = set(places)
+            while left:
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    rank, batch = places[task]
+                    facts, pictures = task.result()
+                    if batch:
+                        yield batch, chunk(facts, pictures, [rank] * len(batch))
+        finally:
+            waiting = [requests[i].request_id for task, (_, batch) in places.items() if not task.done() for i in batch]
+            if waiting:
+                await self.workers.abort(waiting)
+            await asyncio.gather(*places, return_exceptions=True)
+
+    async def final_latents(self, samples: TensorDict) -> Tensor:
+        """Of rows that the workers keep."""
+        return await self.workers.final_latents(samples)
+
+    def faults(self) -> Metrics:
+        """None is mended here: a worker that fails ends the run."""
+        return {}
+
+    async def sync(self, version: int) -> Metrics:
+        """Nothing moves; the receipts prove that the sampler's module holds what the trainer extracts."""
+        return self.workers.call(Worker.update_weights, version)[0]
+
+    async def leave_gpu(self) -> None:
+        """The weights are the trainer's own."""
+
+    async def close(self) -> None:
+        """The workers belong to the trainer."""
+
+
+class FleetSampler:
+    """Replicas in processes of their own. Use `launch`."""
+
+    def __init__(self, config: RunConfig, workers: WorkerGroup, fleet: Fleet, shares_gpu: bool):
+        self.config, self.workers, self.fleet = config, workers, fleet
+        self._version = -1
+        self._sleeps = (
+            shares_gpu and config.rollout.backend == "vllm_omni" and config.rollout.vllm_omni.enable_sleep_mode
+        )
+        self._asleep = False
+
+    @classmethod
+    async def launch(cls, config: RunConfig, workers: WorkerGroup) -> FleetSampler:
+        """Start the replicas where `card_memory.place` has put them."""
+        import ray
+
+        placed, engine = workers.placement, replace(config.rollout.vllm_omni)
+        engine.tensor_model_parallel_size = placed.tensor_parallel
+        rollout = replace(config.rollout, num_replicas=placed.engines, vllm_omni=engine)
+        if rollout.backend == "vllm_omni" and not ray.cluster_resources().get("GPU"):
+            os.environ.setdefault("OMNI_ROLLOUT_CPU", "1")
+        beside = workers.gpu_places() if placed.beside else None
+        paths = fetch_everywhere(config.model.path, machines())
+        fleet = await Fleet.launch(rollout, paths, cpus=0.25, beside=beside)
+        return cls(config, workers, fleet, beside is not None)
+
+    async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
+        """Whole batches over all replicas, as they are finished. Each row goes from the replica to the rank that trains it."""
+        rank_of = {place: rank for rank, share in enumerate(self.workers.deal(len(requests))) for place in share}
+        async for places, (facts, pictures, rows) in self.fleet.router.stream(requests, apart=True):
+            owners = [rank_of[place] for place in places]
+            if requests[0].return_trajectory:
+                slots = np.zeros(len(places), np.int64)
+                for rank in sorted(set(owners)):
+                    which = [i for i, owner in enumerate(owners) if owner == rank]
+                    slots[which] = await self.workers.keep(rank, rows, which)
+                facts["slot"] = slots
+            yield places, chunk(facts, pictures, owners)
+
+    async def final_latents(self, samples: TensorDict) -> Tensor:
+        """Of rows that the workers keep."""
+        return await self.workers.final_latents(samples)
+
+    def faults(self) -> Metrics:
+        """See `Router.metrics`."""
+        return self.fleet.router.metrics()
+
+    async def sync(self, version: int) -> Metrics:
+        """Send every adapter that samples to every replica, and check their receipts."""
+        if self._asleep:
+            self.workers.call(Worker.release_memory)
+            await self.fleet.wake_up()
+            self._asleep = False
+        metrics: Metrics = {}
+        for adapter in self.config.sampling_adapters:
+            payload, reference = self.workers.lora_payload(adapter, version)
+            for receipt in await self.fleet.update_lora(payload, adapter, reference=reference):
+                verify(payload, receipt, previous_version=self._version if self._version >= 0 else None)
+                metrics = {"sync/version": float(version), "sync/tensors_bound": float(receipt.tensors_bound)}
+        self._version = version
+        return metrics
+
+    async def leave_gpu(self) -> None:
+        """Engines that live on the trainers' GPUs sleep during the update."""
+        if self._sleeps and not self._asleep:
+            await self.fleet.sleep()
+            self._asleep = True
+
+    async def close(self) -> None:
+        """End the replicas."""
+        await self.fleet.close()

@@ -45,9 +45,8 @@ from ray_trainer.group import WorkerGroup
 from ray_trainer.interrupt import StopRequest
 from ray_trainer.pictures import fetched
 from ray_trainer.prompts import Prompt, PromptSampler, load_prompt_sets
-from ray_trainer.rollouts import Rollouts
+from ray_trainer.rollouts import Rollouts, open_sampler
 from ray_trainer.run_dir import open_run_dir
-from ray_trainer.samplers import open_sampler
 from ray_trainer.step_metrics import Clock, Metrics, forwards_per_sample
 from ray_trainer.workers import ActorRolloutRefWorker as Worker
 
