@@ -17,6 +17,7 @@ from ray_trainer.cli import run
 from ray_trainer.errors import TrainerError
 from ray_trainer.failure import first_cause, is_out_of_memory, record_failure, words
 from ray_trainer.workers import ActorRolloutRefWorker as Worker
+from run_report import ReportError
 from safetensors.torch import load_file
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
@@ -329,3 +330,13 @@ def test_what_a_worker_refuses_at_the_start_is_input_that_cannot_be_used(program
     assert code == 2
     assert capsys.readouterr().err == "flowgrpo: error: model.path=… has no weights; copy them\n"
     assert not folder.exists()
+
+
+def test_a_damaged_file_of_the_run_folder_is_input_that_cannot_be_used(program, capsys):
+    code, _ = program(
+        Fakes("report", ReportError("metrics.jsonl line 2 is not a metrics row; repair or delete that line"))
+    )
+    assert code == 2
+    said = capsys.readouterr().err
+    assert said.endswith("flowgrpo: error: metrics.jsonl line 2 is not a metrics row; repair or delete that line\n")
+    assert "Traceback" not in said

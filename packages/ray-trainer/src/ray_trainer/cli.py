@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffusion_losses.specs import find_loss, known_losses
-from run_report import ReportError
 
 from ray_trainer.card_memory import foresee
 from ray_trainer.cluster import cluster_address, prepare_environment, ray_session
@@ -131,7 +130,7 @@ def _run(app: App, argv: list[str]) -> int:
                 check_machines(config)
             _algorithm(app, config)(config).fit()
         return 0
-    except (TrainerError, ReportError, OSError) as error:
+    except (TrainerError, OSError) as error:
         print(f"{app.name}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except Interrupted as stop:

@@ -97,11 +97,10 @@ class RayDiffusionTrainer(ABC):
                 stop = stack.enter_context(StopRequest())
                 self._fit(stop)
             except Exception as error:
+                if isinstance(error, ReportError):  # a damaged file of the run folder, which a person can mend
+                    raise TrainerError(str(error)) from error
                 # Ray's wrapper of a worker's TrainerError is one too, with a remote traceback as its message.
-                if (
-                    isinstance(error, TrainerError | ReportError | TrainingFailed | Interrupted)
-                    and first_cause(error) is error
-                ):
+                if isinstance(error, TrainerError | TrainingFailed | Interrupted) and first_cause(error) is error:
                     raise
                 raise self._failed(error) from error
 
