@@ -18,8 +18,6 @@ from ray_trainer.prompts import Prompt
 from ray_trainer.run_dir import RunDir, is_config
 from ray_trainer.values import free, read_yaml
 
-__all__ = ["ALWAYS", "NEVER", "begin", "check_resume", "differences"]
-
 ALWAYS = (
     # how long and how often, where, and what is kept
     *("recipe", "trainer.total_steps", "trainer.val_before_train", "trainer.val_every", "trainer.save_every"),

@@ -18,8 +18,6 @@ import yaml
 
 from ray_trainer.errors import TrainerError
 
-__all__ = ["Reference", "convert", "dump", "expand", "parse_yaml", "read_yaml", "section"]
-
 _SWITCHES = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _REFERENCE = re.compile(r"\$\{([a-z_]\w*(?:\.\w+)+)\}")
 
@@ -109,7 +107,7 @@ def convert(kind: Any, node: yaml.Node | str, name: str, where: str) -> Any:
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     kinds = tuple(type(get_args(one)[0]) if get_origin(one) is Literal else one for one in kinds)
     scalar = next((one for one in kinds if one in _SCALARS), None)
-    holder = next((one for one in kinds if one is Any or get_origin(one) in (list, dict)), None)
+    holder = next((one for one in kinds if one is Any or get_origin(one) in _HOLDERS), None)
     if isinstance(node, str):
         either = holder is Any or scalar is not None
         if holder is not None and (not either or node[:1] + node[-1:] in ("[]", "{}")):
@@ -119,33 +117,24 @@ def convert(kind: Any, node: yaml.Node | str, name: str, where: str) -> Any:
     if not isinstance(node, yaml.ScalarNode):
         if holder is None:
             raise _wrong(name, where, f"must be {_SCALARS[scalar][1]}, not a list or a section")
-        return _held(holder, node, name, where)
+        if get_origin(holder) is list and isinstance(node, yaml.SequenceNode):
+            element = get_args(holder)[0]
+            return [convert(element, item, f"{name}[{i}]", where) for i, item in enumerate(node.value)]
+        if holder is not Any and isinstance(node, yaml.MappingNode) != (get_origin(holder) is dict):
+            raise _wrong(name, where, f"must be {_HOLDERS[get_origin(holder)]}")
+        return free(node, name, where)
     text, plain = str(node.value), node.style is None
     if match := _REFERENCE.fullmatch(text):
         return Reference(match[1])
     if plain and ((NoneType in kinds and text in ("null", "~", "")) or (holder is Any and text == "null")):
         return None
-    if holder is not None and holder is not Any and scalar is None:
-        raise _wrong(name, where, f"must be {_held_form(holder)}, and {text!r} is none")
+    if scalar is None and holder not in (None, Any):
+        raise _wrong(name, where, f"must be {_HOLDERS[get_origin(holder)]}, and {text!r} is none")
     read, form = _SCALARS[scalar or str]
     try:
         return read(text)
     except (ValueError, ArithmeticError) as error:
         raise _wrong(name, where, f"must be {form}, and {text!r} is none") from error
-
-
-def _held(kind: Any, node: yaml.Node, name: str, where: str) -> Any:
-    """A list, element by element, or what YAML makes of anything else."""
-    if get_origin(kind) is list and isinstance(node, yaml.SequenceNode):
-        element = get_args(kind)[0]
-        return [convert(element, item, f"{name}[{i}]", where) for i, item in enumerate(node.value)]
-    if kind is not Any and isinstance(node, yaml.MappingNode) != (get_origin(kind) is dict):
-        raise _wrong(name, where, f"must be {_held_form(kind)}")
-    return free(node, name, where)
-
-
-def _held_form(kind: Any) -> str:
-    return "a mapping such as {name: value}" if get_origin(kind) is dict else "a list such as [one, two]"
 
 
 def free(node: yaml.Node, name: str, where: str) -> Any:
@@ -193,6 +182,9 @@ _SCALARS: dict[Any, tuple[Any, str]] = {
     float: (lambda text: float(text.strip().replace("\u2212", "-")), "a number"),
     str: (_text, "a text in Unicode"),
 }
+
+
+_HOLDERS: dict[Any, str] = {list: "a list such as [one, two]", dict: "a mapping such as {name: value}"}
 
 
 def _wrong(name: str, where: str, what: str) -> TrainerError:
