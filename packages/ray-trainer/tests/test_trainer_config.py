@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from fsdp_diffusers_engine.worker import _filled
 from ray_trainer.config import OldPolicyConfig, compose, updates_per_step
 from ray_trainer.errors import TrainerError
-from ray_trainer.group import fill_up
 from ray_trainer.step_metrics import forwards_per_sample
 from tensordict import NonTensorStack, TensorDict
 
@@ -86,11 +86,11 @@ def test_who_samples(tmp_path):
     assert make("rollout.rollout_adapter=reference").sampling_adapters == ("default",)
 
 
-@pytest.mark.parametrize(("rows", "multiple", "expected"), [(4, 4, 4), (5, 4, 8), (2, 4, 4), (6, 8, 8)])
-def test_rows_are_filled_up_and_masked(rows, multiple, expected):
+@pytest.mark.parametrize(("rows", "expected"), [(4, 4), (5, 8), (2, 4), (6, 8)])
+def test_rows_are_filled_up_and_masked(rows, expected):
     batch = TensorDict({"x": torch.arange(rows)}, batch_size=[rows])
     batch["uid"] = NonTensorStack(*[f"u{i}" for i in range(rows)])
-    full = fill_up(batch, multiple)
+    full = _filled(batch, batch, expected)
     assert len(full) == expected
     assert full["x"][:rows].tolist() == list(range(rows))
     assert "mask" not in batch.keys()  # noqa: SIM118
