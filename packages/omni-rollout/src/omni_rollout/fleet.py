@@ -19,7 +19,7 @@ from torch import Tensor
 from .backend import RolloutBackend
 from .config import DiffusionRolloutConfig
 from .errors import RolloutConfigError
-from .placement import Node, assign_beside, assign_nodes, cluster_nodes, import_ray, on_node, slots
+from .placement import Node, assign, cluster_nodes, import_ray, on_node
 from .remote import ASIDE
 from .replica import DiffusersReplica, Replica
 from .router import Router
@@ -71,14 +71,15 @@ class Fleet:
         """
         fleet = cls(config, path, resync)
         fleet._cpus = cpus
-        needs, nodes = fleet.gpus, cluster_nodes()
-        count = config.num_replicas or max(sum(slots(node, needs, cpus) for node in nodes) if needs else 1, 1)
-        if beside is not None and needs:
-            fleet._places = [*assign_beside(nodes, beside, count, gpus=needs, cpus=cpus)]
-        else:
-            asked = assign_nodes(nodes, count, gpus=needs, cpus=cpus, strategy=config.placement)
-            fleet._places = [(node, None) for node in asked]
-        replicas = await asyncio.gather(*(fleet._start(place) for place in range(count)))
+        fleet._places = assign(
+            cluster_nodes(),
+            config.num_replicas,
+            gpus=fleet.gpus,
+            cpus=cpus,
+            strategy=config.placement,
+            beside=beside if fleet.gpus else None,
+        )
+        replicas = await asyncio.gather(*(fleet._start(place) for place in range(len(fleet._places))))
         fleet.router = Router(replicas, config.router, restart=fleet._restart)
         return fleet
 

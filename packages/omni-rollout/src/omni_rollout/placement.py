@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from .errors import MissingExtraError, RolloutConfigError
@@ -20,83 +21,55 @@ class Node:
     cpus: float
 
 
-def assign_nodes(
-    nodes: Sequence[Node], replicas: int, *, gpus: int, cpus: float = 1.0, strategy: str = "pack"
-) -> list[Node]:
-    """A node for each replica.
+def assign(
+    nodes: Sequence[Node],
+    replicas: int | None,
+    *,
+    gpus: int,
+    cpus: float = 1.0,
+    strategy: str = "pack",
+    beside: Sequence[tuple[str, str]] | None = None,
+) -> list[tuple[Node, str | None]]:
+    """A node for each replica, and which GPUs of it where it shares them with trainers (a value for CUDA_VISIBLE_DEVICES).
 
     Args:
+        nodes: the cluster.
+        replicas: how many; None takes as many as find GPUs, and one where they need none.
         gpus, cpus: what one replica needs, on one node.
         strategy: "pack" fills a node before the next one, "spread" gives every node one before any gets a second.
+        beside: (node id, GPU id) of GPUs that trainers hold. Each replica takes the next ones that lie on one node; a remainder
+            that is too small stays unused. None: free GPUs.
 
     Raises:
-        RolloutConfigError: the cluster has not enough, with the shortfall; or an unknown strategy.
+        RolloutConfigError: the cluster has not enough, with the shortfall.
     """
-    if strategy not in ("pack", "spread"):
-        raise RolloutConfigError(f"placement={strategy!r} must be 'pack' or 'spread'.")
-    room = {node.node_id: slots(node, gpus, cpus) for node in nodes}
-    if sum(room.values()) < replicas:
-        free = "; ".join(f"{node.name}: {node.gpus:g} GPUs, {node.cpus:g} CPUs" for node in nodes) or "no node"
-        missing = replicas - sum(room.values())
-        raise RolloutConfigError(
-            f"{replicas} replicas of {gpus} GPUs and {cpus:g} CPUs each do not fit: {missing} of them find no node with "
-            f"that much free ({free}). Missing: {missing * gpus} GPUs, or {missing * cpus:g} CPUs beside the GPUs there "
-            "are. Ask for fewer replicas, or for less tensor parallelism."
+    held: dict[str, list[str]] = {}
+    for node_id, gpu in beside or ():
+        held.setdefault(node_id, []).append(gpu)
+    known = {node.node_id: node for node in nodes}
+    places: list[list[tuple[Node, str | None]]] = []
+    for node in nodes if beside is None else [known[node_id] for node_id in held]:
+        shared = held.get(node.node_id, [])
+        cuts: list[str | None] = [",".join(shared[i : i + gpus]) for i in range(0, len(shared) - gpus + 1, gpus or 1)]
+        if beside is None:
+            cuts = [None] * (int(node.gpus // gpus) if gpus else replicas or 1)
+        room = int(node.cpus // cpus) if cpus else len(cuts)
+        places.append([(node, cut) for cut in cuts[:room]])
+    found = sum(map(len, places))
+    replicas = replicas or (found if gpus else 1) or 1
+    if found < replicas:
+        free = (
+            "; ".join(f"{n.name}: {len(held.get(n.node_id, ())) or n.gpus:g} GPUs, {n.cpus:g} CPUs" for n in nodes)
+            or "no node"
         )
-    chosen: list[Node] = []
-    used = dict.fromkeys(room, 0)
-    for _ in range(replicas):
-        open_nodes = [node for node in nodes if used[node.node_id] < room[node.node_id]]
-        node = open_nodes[0] if strategy == "pack" else min(open_nodes, key=lambda n: used[n.node_id])
-        used[node.node_id] += 1
-        chosen.append(node)
-    return chosen
-
-
-def assign_beside(
-    nodes: Sequence[Node], beside: Sequence[tuple[str, str]], replicas: int, *, gpus: int, cpus: float = 1.0
-) -> list[tuple[Node, str]]:
-    """A node and GPUs for each replica, on GPUs that trainers hold already.
-
-    Args:
-        nodes: the cluster; what is free on it matters for CPUs alone.
-        beside: (node id, GPU id) of the trainers, in the order in which they are to be used.
-        gpus, cpus: what one replica needs, on one node.
-
-    Returns:
-        Per replica its node and a value for CUDA_VISIBLE_DEVICES: the next `gpus` of `beside` that lie on one node. Nodes
-        come in the order in which `beside` names them; a remainder of a node that is too small for a replica stays unused.
-
-    Raises:
-        RolloutConfigError: too few GPUs or CPUs, with the shortfall; a GPU named twice; a node that is not in the cluster.
-    """
-    known, devices = {node.node_id: node for node in nodes}, dict[str, list[str]]()
-    for node_id, gpu in beside:
-        if node_id not in known:
-            raise RolloutConfigError(f"beside names node {node_id!r}, which is not in the cluster: {sorted(known)!r}.")
-        if str(gpu) in devices.setdefault(node_id, []):
-            raise RolloutConfigError(f"beside names GPU {gpu!r} of node {known[node_id].name!r} twice.")
-        devices[node_id].append(str(gpu))
-    places: list[tuple[Node, str]] = []
-    for node_id, held in devices.items():
-        room = slots(known[node_id], 0, cpus)
-        cuts = [held[start : start + gpus] for start in range(0, len(held) - gpus + 1, gpus)][:room]
-        places += [(known[node_id], ",".join(cut)) for cut in cuts]
-    if len(places) < replicas:
-        have = "; ".join(f"{known[n].name}: {len(held)} GPUs, {known[n].cpus:g} CPUs" for n, held in devices.items())
-        missing = replicas - len(places)
         raise RolloutConfigError(
-            f"{replicas} replicas of {gpus} GPUs and {cpus:g} CPUs each do not fit beside the trainers: {missing} of them "
-            f"find no node with that much ({have or 'no GPU'}). Missing: {missing * gpus} GPUs of trainers, or "
-            f"{missing * cpus:g} CPUs. Ask for fewer replicas, less tensor parallelism, or GPUs of their own."
+            f"{replicas} replicas of {gpus} GPUs and {cpus:g} CPUs each do not fit{' beside the trainers' if held else ''}: "
+            f"{replicas - found} of them find no node with that much ({free}). Missing: {(replicas - found) * gpus} GPUs, or "
+            f"{(replicas - found) * cpus:g} CPUs. Ask for fewer replicas, or for less tensor parallelism."
         )
-    return places[:replicas]
-
-
-def slots(node: Node, gpus: int, cpus: float) -> int:
-    """Replicas that a node has room for."""
-    limits = [int(free // need) for free, need in ((node.gpus, gpus), (node.cpus, cpus)) if need > 0]
-    return min(limits) if limits else 10**6
+    if strategy == "spread":
+        return [place for turn in zip_longest(*places) for place in turn if place is not None][:replicas]
+    return [place for here in places for place in here][:replicas]
 
 
 def cluster_nodes() -> list[Node]:

@@ -19,18 +19,9 @@ ANSWER_S = 120.0
 LEAVE_S = 45.0
 """How long Ray may take to see that a machine is gone."""
 _OWN = [
-    "ray_trainer",
-    "omni_rollout",
-    "fsdp_diffusers_engine",
-    "image_rewards",
-    "run_report",
-    "lora_sync",
-    "model_specs",
-    "sde_samplers",
-    "diffusion_losses",
-    "flowgrpo",
-    "dpo_online",
-]
+    "ray_trainer", "omni_rollout", "fsdp_diffusers_engine", "image_rewards", "run_report", "lora_sync",
+    "model_specs", "sde_samplers", "diffusion_losses", "flowgrpo", "dpo_online",
+]  # fmt: skip
 _OTHERS = ["torch", "ray", "diffusers", "transformers", "peft"]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config import DiffusionRolloutConfig
 from ..errors import ReplicaDeadError
-from ..placement import Node, assign_nodes, cluster_nodes, import_ray, on_node
+from ..placement import Node, assign, cluster_nodes, import_ray, on_node
 from ..remote import Remote
 from ..replica import Replica
 from .server import vLLMOmniHttpServer
@@ -59,7 +59,7 @@ class vLLMOmniReplica(Replica):
     async def launch(self) -> None:
         """Start the actor and its engine. Raises `RolloutConfigError` at once when the cluster has not enough."""
         ray = import_ray()
-        node = self.node or assign_nodes(cluster_nodes(), 1, gpus=self.gpus, cpus=self.cpus)[0]
+        node = self.node or assign(cluster_nodes(), 1, gpus=self.gpus, cpus=self.cpus)[0][0]
         variables = {name: os.environ[name] for name in ("OMNI_ROLLOUT_CPU", "OMP_NUM_THREADS") if name in os.environ}
         actor = ray.remote(self.server_class).options(
             num_gpus=self.gpus if self.devices is None else 0,
