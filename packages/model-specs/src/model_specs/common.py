@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from model_specs.errors import PromptTooLongError, SpecError
+from model_specs.errors import PromptTooLongError
 
 if TYPE_CHECKING:
     import torch
@@ -51,8 +51,6 @@ def dynamic_shift(scheduler: Any, tokens: int) -> float:
 
 def linear_sigmas(num_steps: int) -> list[float]:
     """1, ..., 1/K: the grid before shifting that the Qwen-Image and FLUX pipelines hand to their scheduler."""
-    if num_steps < 1:
-        raise SpecError(f"num_steps={num_steps!r} must be at least 1.")
     if num_steps == 1:
         return [1.0]
     last = 1.0 / num_steps
