@@ -23,6 +23,7 @@ import resource
 import statistics
 import time
 import uuid
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def receiver(name: str, pipe: Connection, sizes: tuple[int, int, int], device_na
             try:
                 message = channel.receive(check=check)
                 assert isinstance(message, LoRAPayload)
-                receipt = apply_lora(module, message).to_dict() if check else {}
+                receipt = asdict(apply_lora(module, message)) if check else {}
                 del message
                 if device.type == "cuda":
                     torch.cuda.synchronize()
@@ -138,7 +139,7 @@ def one_round(module: nn.Module, channel: Transport, pipe: Connection, version: 
     if isinstance(answer, str):
         raise RuntimeError(answer)
     if check:
-        verify(payload, LoRAReceipt.from_dict(answer))
+        verify(payload, LoRAReceipt(**answer))
     return time.perf_counter() - start
 
 

@@ -24,6 +24,7 @@ import time
 import traceback
 import uuid
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ async def serve(path: str, channel: str, pipe: Connection) -> None:
             bound = time.perf_counter()
             del payload
             phases = {"receive_s": received - start, "bind_s": bound - received, **spent}
-            pipe.send({"receipt": receipt.to_dict(), "phases": phases})
+            pipe.send({"receipt": asdict(receipt), "phases": phases})
             after = await latents(number)
             pipe.send({"sample_moved": float((after - before).abs().max())})
             before = after
@@ -221,7 +222,7 @@ def measure(folder: Path, channel: str, pipe: Connection, options: argparse.Name
             transport.send(payload)
             sent = time.perf_counter()
             there = answer(pipe, 60.0)
-            receipt = verify(payload, LoRAReceipt.from_dict(there["receipt"]), previous_version=version - 1)
+            receipt = verify(payload, LoRAReceipt(**there["receipt"]), previous_version=version - 1)
             end = time.perf_counter()
             moved = answer(pipe, 60.0)["sample_moved"]
             rounds.append(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -74,7 +75,9 @@ def test_bfloat16_receiver_of_a_float32_adapter(payload, tools):
     module = tools.adapted(targets=("to_q", "to_out.0"), dtype=torch.bfloat16)
     receipt = apply_lora(module, payload)
     verify(payload, receipt)
-    assert extract_lora(module, version=0).hash == payload.to(dtype=torch.bfloat16).hash
+    rounded = {name: tensor.bfloat16() for name, tensor in payload.tensors.items()}
+    held = extract_lora(module, version=0)
+    assert held.hash == LoRAPayload.build(rounded, alphas=payload.alphas, version=0).hash
 
 
 def unchanged(module, action, error, match):
@@ -229,11 +232,9 @@ def test_the_base_is_compared_at_the_first_sync(payload, receiver, monkeypatch):
     assert calls == [(receiver, payload.base_fingerprint)]
 
 
-def test_receipts_travel_as_json(payload):
+def test_receipts_are_plain_numbers_and_strings():
     receipt = LoRAReceipt(5, None, 8, 16, 0, 96)
-    assert LoRAReceipt.from_dict(receipt.to_dict()) == receipt
-    with pytest.raises(LoRASyncError, match="not a receipt"):
-        LoRAReceipt.from_dict({"version": 1})
+    assert LoRAReceipt(**json.loads(json.dumps(asdict(receipt)))) == receipt
 
 
 def test_binding_to_a_name_without_layers(tools):

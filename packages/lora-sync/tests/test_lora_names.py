@@ -152,7 +152,6 @@ def test_vllm_names_are_layers_of_the_engine(name, tools, engine):
             engine_layer, index, count = names.vllm_layer(layer)
             assert engine_layer in layers["adaptable"], layer
             assert (index is None) == (count == 1)
-            assert names.from_vllm(names.to_vllm(layer)) == layer
             reached.add(engine_layer)
         assert {layer for layer in layers["adaptable"] if not later_block(layer)} == reached
 

@@ -66,7 +66,7 @@ def test_pickled_bytes_travel_beside_the_pickle_without_a_copy():
 def test_extraction_to_the_host_is_the_same_snapshot(tools):
     module = tools.adapted()
     here, there = extract_lora(module, version=1), extract_lora(module, version=1, device="cpu")
-    assert there.hash == here.hash == there.to("cpu").hash
+    assert there.hash == here.hash
     live = {p.data_ptr() for p in module.parameters()}
     assert not live & {t.data_ptr() for t in there.tensors.values()}
     assert live & {t.data_ptr() for t in extract_lora(module, version=1, device="cpu", copy=False).tensors.values()}
@@ -117,7 +117,7 @@ def test_hash_covers_content_and_not_the_version():
     assert small(version=9).hash == base.hash
     assert small(seed=1).hash != base.hash
     assert LoRAPayload.build(base.tensors, alphas=7.0, version=1).hash != base.hash
-    assert base.to(dtype=torch.bfloat16).hash != base.hash
+    assert small(dtype=torch.bfloat16).hash != base.hash
     renamed = {k.replace("to_q", "to_k"): v for k, v in base.tensors.items()}
     assert LoRAPayload.build(renamed, alphas=6.0, version=1).hash != base.hash
     reordered = dict(reversed(base.tensors.items()))

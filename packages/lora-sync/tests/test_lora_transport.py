@@ -128,8 +128,12 @@ def test_ring_tells_the_sender_about_a_refusal(ring):
 def test_ring_is_broken_for_both_when_the_receiver_has_no_memory(ring, monkeypatch):
     sender, receiver = ring
 
-    def full(self, size):
-        raise torch.OutOfMemoryError("no room for 755 MB")
+    empty = torch.empty
+
+    def full(*size, **options):
+        if size and isinstance(size[0], int) and size[0] > 1_000_000:
+            raise torch.OutOfMemoryError("no room for 755 MB")
+        return empty(*size, **options)
 
     errors: list[BaseException] = []
 
@@ -140,7 +144,7 @@ def test_ring_is_broken_for_both_when_the_receiver_has_no_memory(ring, monkeypat
 
     thread = threading.Thread(target=send)
     thread.start()
-    monkeypatch.setattr(SharedMemoryTransport, "_staging", full)
+    monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(torch.OutOfMemoryError):
         receiver.receive(timeout=20)
     thread.join()
@@ -225,19 +229,6 @@ def test_ring_refuses_a_second_sender_and_a_receiver_too_many(ring):
         receiver.send(payload(1))
     with pytest.raises(TransportError, match="this end is the sender"):
         sender.receive()
-
-
-def test_staging_memory_is_used_again_only_when_nobody_looks_at_it(ring):
-    sender, receiver = ring
-    first, _ = across(sender, receiver, payload(1))
-    kept = next(iter(first.tensors.values()))
-    before, place = kept.clone(), kept.untyped_storage().data_ptr()
-    second, _ = across(sender, receiver, payload(2))
-    assert next(iter(second.tensors.values())).untyped_storage().data_ptr() != place
-    assert torch.equal(kept, before)
-    del first, kept
-    third, _ = across(sender, receiver, payload(3))
-    assert next(iter(third.tensors.values())).untyped_storage().data_ptr() == place
 
 
 # Weight streams through a transport ------------------------------------------------------------------------------

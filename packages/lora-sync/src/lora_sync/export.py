@@ -38,21 +38,19 @@ def export(
     path: str | os.PathLike[str],
     *,
     architecture: str = "qwen_image",
-    verify: bool = True,
 ) -> Path:
-    """Write `payload` and return the weight file's path.
+    """Write `payload`, read it back, compare, and return the weight file's path.
 
     Args:
         format: `"diffusers"` and `"peft"` take a folder, `"comfy"` a file name (`.safetensors` is added).
         architecture: name map for `"comfy"`; the other formats keep the neutral names.
-        verify: read the file back, and compare names, shapes, dtypes, bytes and alphas.
 
     Raises `ExportError` when what was read is not what was given, `NameMapError` for layers without a rule.
     """
     target = Path(path)
     experts = split_experts(payload)
     if "" not in experts and format in ("diffusers", "comfy"):
-        return _export_experts(experts, format, target, architecture, verify)
+        return _export_experts(experts, format, target, architecture)
     note = {"kind": "export", "format": format, "architecture": architecture, "version": payload.version}
     note |= {"hash": payload.hash, "base_fingerprint": payload.base_fingerprint}
     if format in PREFIXES:
@@ -72,21 +70,18 @@ def export(
         config = {**_PEFT, **lora_config(payload)}
         (target / PEFT_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     write_file(file, tensors, metadata)
-    if verify:
-        _compare(expected, load_any(file if format == "comfy" else target, architecture=architecture)[0], file)
+    _compare(expected, load_any(file if format == "comfy" else target, architecture=architecture)[0], file)
     return file
 
 
-def _export_experts(
-    experts: Mapping[str, LoRAPayload], format: str, target: Path, architecture: str, verify: bool
-) -> Path:
+def _export_experts(experts: Mapping[str, LoRAPayload], format: str, target: Path, architecture: str) -> Path:
     """One LoRA per expert: `transformer_2` into a subfolder (diffusers) or a second file (ComfyUI)."""
     name = target.name.removesuffix(".safetensors")
     places = {"diffusers": (target, target / EXPERTS[1])}.get(
         format, tuple(target.with_name(f"{name}.{noise}_noise") for noise in ("high", "low"))
     )
     files = [
-        export(part, format, places[EXPERTS.index(expert)], architecture=architecture, verify=verify)
+        export(part, format, places[EXPERTS.index(expert)], architecture=architecture)
         for expert, part in experts.items()
     ]
     return files[0]

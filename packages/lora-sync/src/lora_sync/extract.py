@@ -57,7 +57,7 @@ def extract_lora(
     ranks call it and all get the payload.
     """
     if device not in (None, "cpu"):
-        raise PayloadError(f"device={device!r} is not 'cpu' or None; move the payload with payload.to(device).")
+        raise PayloadError(f"device={device!r} is not 'cpu' or None.")
     layers = layers_of(module, adapter_name)
     stream = stream_lora(module, adapter_name, copy=copy)
     tensors = on_host(stream) if device == "cpu" else dict(stream)

@@ -220,8 +220,8 @@ MAPS = (QWEN_IMAGE, FLUX, SD3, Z_IMAGE, WAN)
 
 
 def get_map(name: str) -> NameMap:
-    """Map by short name (``"qwen_image"``), transformer class, pipeline class, or ``"module:attribute"`` of one's own; raises
-    ``NameMapError``."""
+    """Map by short name (`"qwen_image"`), transformer class, pipeline class, or `"module:attribute"` of one's own; raises
+    `NameMapError`."""
     if ":" in name:
         try:
             found = pkgutil.resolve_name(name)
@@ -237,7 +237,7 @@ def get_map(name: str) -> NameMap:
 
 
 def guess_map(modules: Iterable[str]) -> NameMap:
-    """The map whose rules know every given neutral module; raises ``NameMapError`` for none. Ties go to the first."""
+    """The map whose rules know every given neutral module; raises `NameMapError` for none. Ties go to the first."""
     names = [expert_of(name)[1] for name in modules]
     for entry in MAPS:
         if all(any(rule.matcher.fullmatch(name) for rule in entry.rules) for name in names):

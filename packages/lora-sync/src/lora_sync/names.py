@@ -1,7 +1,7 @@
 """The same layer under its many names: neutral (= diffusers, PEFT), ComfyUI, and vLLM-Omni.
 
-Maps are data: one `NameMap` per architecture in `maps.py`. A rule's pattern uses ``{i}`` for a block number. ComfyUI
-keeps some projections fused (``qkv``, FLUX ``linear1``); a `Part` says which slice of the fused weight a layer is.
+Maps are data: one `NameMap` per architecture in `maps.py`. A rule's pattern uses `{i}` for a block number. ComfyUI
+keeps some projections fused (`qkv`, FLUX `linear1`); a `Part` says which slice of the fused weight a layer is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .errors import NameMapError
 
 @dataclass(frozen=True)
 class Part:
-    """Slice ``index`` of a fused layer whose rows divide in the proportion ``widths``."""
+    """Slice `index` of a fused layer whose rows divide in the proportion `widths`."""
 
     index: int
     widths: tuple[int, ...]
@@ -28,8 +28,8 @@ class Rule:
     """neutral name ↔ ComfyUI name of one kind of layer.
 
     Args:
-        neutral, comfy: patterns with ``{i}`` for the block number.
-        part: set when ``comfy`` is a fused layer.
+        neutral, comfy: patterns with `{i}` for the block number.
+        part: set when `comfy` is a fused layer.
         fold_alpha: stock loaders read no alpha for this layer, so the writer multiplies it into B.
         swap_halves: the rows of B come in the other order (the final modulation: scale, shift ↔ shift, scale).
         stock: False where stock diffusers cannot read this layer back from a ComfyUI file.
@@ -66,10 +66,10 @@ class NameMap:
     """Everything about the names of one architecture.
 
     Args:
-        name: short name, as in ``get_map("qwen_image")``.
+        name: short name, as in `get_map("qwen_image")`.
         transformer_class: diffusers class whose module names are the neutral ones.
         rules: every Linear that can carry a LoRA; the first match counts.
-        comfy_prefix: ``"diffusion_model."`` with dots kept, or ``"lora_unet_"`` with dots turned to underscores (kohya).
+        comfy_prefix: `"diffusion_model."` with dots kept, or `"lora_unet_"` with dots turned to underscores (kohya).
         vllm: (suffix, replacement) pairs for vLLM-Omni's module tree.
         vllm_packed: fused layers of vLLM-Omni: (suffix, suffixes of its slices in order).
         vllm_packs_by_name: the engine finds a fused layer's slices under their own names; else it wants them fused.
@@ -91,7 +91,7 @@ class NameMap:
     aliases: tuple[str, ...] = field(default=())
 
     def rule(self, neutral: str) -> tuple[Rule, str]:
-        """The rule for a layer and its block number ("" when the name has none). Raises ``NameMapError``."""
+        """The rule for a layer and its block number ("" when the name has none). Raises `NameMapError`."""
         for rule in self.rules:
             if rule.write and (found := rule.matcher.fullmatch(neutral)):
                 return rule, found.groupdict().get("i", "")
@@ -107,7 +107,7 @@ class NameMap:
     def find(self, layer: str, *, flat: bool = False) -> list[Place]:
         """Where a layer of a file goes; several places, in slice order, when it is fused there; none without a rule.
 
-        ``layer`` is a neutral or a ComfyUI name without prefix, with every dot turned to an underscore when ``flat``:
+        `layer` is a neutral or a ComfyUI name without prefix, with every dot turned to an underscore when `flat`:
         names have underscores of their own, so only the rules can turn them back.
         """
         neutral, comfy = self._matchers[flat]
@@ -137,7 +137,7 @@ class NameMap:
         return self.comfy_prefix + (comfy.replace(".", "_") if self.comfy_prefix == "lora_unet_" else comfy)
 
     def to_vllm(self, neutral: str) -> str:
-        """vLLM-Omni's name for the layer; raises ``NameMapError`` where its LoRA cannot go. See `lora_sync.to_vllm`."""
+        """vLLM-Omni's name for the layer; raises `NameMapError` where its LoRA cannot go. See `lora_sync.to_vllm`."""
         rule, _ = self.rule(neutral)
         if rule.neutral in self.vllm_frozen:
             raise NameMapError(
@@ -157,13 +157,6 @@ class NameMap:
                 if name.endswith(part):
                     return name.removesuffix(part) + packed, index, len(parts)
         return name, None, 1
-
-    def from_vllm(self, name: str) -> str:
-        """Inverse of `to_vllm`."""
-        for old, new in self.vllm:
-            if name.endswith(new) and not name.endswith(old):
-                return name.removesuffix(new) + old
-        return name
 
 
 def _compile(pattern: str) -> re.Pattern[str]:

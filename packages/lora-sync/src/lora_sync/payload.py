@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from .checksum import content_hash
 from .codec import read_file, seal, unseal, write_file
 from .errors import PayloadError
-from .host import on_host
 from .message import Message
 
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -113,15 +112,6 @@ class LoRAPayload(Message, kind="lora"):
                 f"{origin}: {lost[0]!r} holds NaN or infinity ({len(lost)} such tensors); every picture would be NaN. "
                 "Take an earlier checkpoint; for a file, get it again."
             )
-
-    def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> LoRAPayload:
-        """A payload on another device or in another dtype. A new dtype is new content, hence a new hash."""
-        if device is not None and torch.device(device).type == "cpu":
-            tensors = on_host((name, tensor.to(dtype=dtype)) for name, tensor in self.tensors.items())
-        else:
-            tensors = {name: tensor.to(device=device, dtype=dtype) for name, tensor in self.tensors.items()}
-        moved = replace(self, tensors=tensors)
-        return replace(moved, hash=moved.compute_hash()) if dtype is not None else moved
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write one safetensors file; readers see the old file or the whole new one, never a part."""

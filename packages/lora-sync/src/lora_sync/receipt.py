@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from .errors import BindError, CorruptPayloadError, LoRASyncError, StaleVersionError
+from .errors import BindError, CorruptPayloadError, StaleVersionError
 from .payload import LoRAPayload
 
 
@@ -29,17 +27,6 @@ class LoRAReceipt:
     tensors_bound: int
     tensors_ignored: int = 0
     elements_equal: int | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> LoRAReceipt:
-        """Inverse of `to_dict`; raises `LoRASyncError` for missing or unknown keys."""
-        try:
-            return cls(**data)
-        except TypeError as error:
-            raise LoRASyncError(f"not a receipt: {dict(data)!r} ({error}).") from error
 
 
 def verify(payload: LoRAPayload, receipt: LoRAReceipt, *, previous_version: int | None = None) -> LoRAReceipt:

@@ -13,13 +13,9 @@ import os
 import socket
 import tempfile
 import time
-import weakref
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,7 +58,6 @@ class SharedMemoryTransport(Transport):
         self.device = torch.empty(0, device=device).device  # a card that is not there raises here
         self._peers: list[socket.socket] | None = []
         self._listener: socket.socket | None = None
-        self._spare: deque[np.ndarray[Any, np.dtype[np.uint8]]] = deque(maxlen=1)
         self._pinned = False
         if role == "sender":
             self._listen()
@@ -227,7 +222,9 @@ class SharedMemoryTransport(Transport):
             size = int.from_bytes(self._hear(peer, 8, deadline), "little")
             meta, specs = parse_header(self._hear(peer, size, deadline))
             total = sum(spec.nbytes for spec in specs)
-            staging = self._staging(total)
+            staging = torch.empty(total, dtype=torch.uint8, device=self.device)
+            if self.device.type == "cuda":
+                self._pin()
             for number, part in enumerate(staging.split(_SLOT_BYTES) if total else ()):
                 self._hear(peer, 1, deadline)
                 part.copy_(self._slots[number % _SLOTS][: part.numel()])
@@ -244,18 +241,6 @@ class SharedMemoryTransport(Transport):
             raise
         self._say(peer, _GOOD, deadline)
         return message
-
-    def _staging(self, size: int) -> Tensor:
-        """Memory for a message: the last one's, once nobody looks at it; fresh memory costs more to touch than to copy into."""
-        if self.device.type != "cpu":
-            self._pin()
-            return torch.empty(size, dtype=torch.uint8, device=self.device)
-        array = self._spare.pop() if self._spare else np.empty(0, dtype=np.uint8)
-        if not size <= array.size <= 2 * size + 4096:
-            array = np.empty(max(size, 1), dtype=np.uint8)
-        window = array[:size]  # torch keeps it alive exactly as long as any tensor that views it
-        weakref.finalize(window, self._spare.append, array).atexit = False
-        return as_tensor(window)
 
 
 def _slotfuls(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
