@@ -43,6 +43,23 @@ def test_the_tiny_form(tmp_path):
     assert "all good" in done.stdout
 
 
+def test_the_full_size_passes_the_checks_before_a_start(bench, tmp_path):
+    """Names and shapes of 20 B parameters are there to be read, and take no room."""
+    import math
+
+    from ray_trainer.model_folder import part_shapes
+
+    size = bench.MODELS["qwen_image_20b"]
+    folder = bench.make_folder(size, tmp_path / "model")
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    assert file.stat().st_size > 40e9
+    assert file.stat().st_blocks * 512 < 1e6
+    assert 20.3e9 < sum(math.prod(shape) for shape in part_shapes(folder, "transformer").values()) < 20.6e9
+    command = bench.program_command(size, folder, tmp_path, "--dry-run")
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMNI_ROLLOUT_CPU": "1"})
+    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+
+
 def test_parts_that_fail_or_hang_are_reported(bench, monkeypatch, tmp_path):
     """Four parts on two cards: one fails, one hangs, one needs both cards, one is fine."""
     codes = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -71,7 +72,7 @@ def timed(work: Callable[[], Any], repeat: int = 3) -> tuple[float, float]:
         start = now()
         work()
         times.append(now() - start)
-    return sorted(times)[len(times) // 2], first
+    return statistics.median(times), first
 
 
 def peak_gb() -> float:

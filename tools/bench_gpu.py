@@ -612,32 +612,37 @@ def ranks(size: Size, folder: Path, report: Report) -> None:
     dist.destroy_process_group()
 
 
+def program_command(size: Size, folder: Path, work: Path, *keys: str) -> list[str]:
+    """`apps/flowgrpo` with the folder's model, its prompts and its run in `work`."""
+    (work / "train.jsonl").write_text("".join(json.dumps({"prompt": PROMPT + str(i)}) + "\n" for i in range(16)))
+    (work / "val.jsonl").write_text(json.dumps({"prompt": PROMPT + "99"}) + "\n")
+    config = json.loads((folder / "transformer/config.json").read_text())
+    pixels, batch = size.pixels, size.batch
+    return [
+        sys.executable, str(ROOT / "apps/flowgrpo"), "recipe=tiny_flow_grpo", f"model.path={folder}",
+        "model.architecture=qwen_image", f"model.lora_rank={size.rank}", f"model.lora_alpha={2 * size.rank}",
+        "model.target_modules=attention", "model.enable_gradient_checkpointing=true",
+        f"model.transformer_config={json.dumps(config).replace(' ', '')}",
+        f"actor.fsdp_config.model_dtype={'fp32' if CPU else 'bf16'}", f"rollout.dtype={'float32' if CPU else 'bfloat16'}",
+        "actor.diffusion_loss.ref_kl_coef=0", f"actor.ppo_mini_batch_size={batch}",
+        f"actor.ppo_micro_batch_size_per_gpu={size.micro}", f"rollout.pipeline.height={pixels}",
+        f"rollout.pipeline.width={pixels}", f"rollout.pipeline.num_inference_steps={size.steps}",
+        "rollout.pipeline.true_cfg_scale=4.0", "rollout.pipeline.max_sequence_length=256",
+        "rollout.algo.sde_window_size=2", f"rollout.algo.sde_window_range=[0,{size.steps // 2}]", f"rollout.n={batch}",
+        f"rollout.max_batch_size={batch}", "data.prompts_per_step=2", f"data.train_file={work}/train.jsonl",
+        f"data.val_file={work}/val.jsonl", "data.val_max_prompts=1", "rollout.val_kwargs.n=1",
+        f"rollout.val_kwargs.pipeline.height={pixels}", f"rollout.val_kwargs.pipeline.width={pixels}",
+        "rollout.val_kwargs.pipeline.num_inference_steps=2", "reward.name=jpeg_compressibility", "reward.num_workers=2",
+        "trainer.total_steps=3", "trainer.val_before_train=false", "trainer.val_every=0", "trainer.save_every=0",
+        f"trainer.run_dir={work}/run", "trainer.on_existing=delete", "ray.object_store_mb=2048", *keys,
+    ]  # fmt: skip
+
+
 def program(size: Size, folder: Path, report: Report, *keys: str) -> None:
     """Three steps of `apps/flowgrpo`, told by its own metrics."""
     with tempfile.TemporaryDirectory() as made:
         work = Path(made)
-        (work / "train.jsonl").write_text("".join(json.dumps({"prompt": PROMPT + str(i)}) + "\n" for i in range(16)))
-        (work / "val.jsonl").write_text(json.dumps({"prompt": PROMPT + "99"}) + "\n")
-        config = json.loads((folder / "transformer/config.json").read_text())
-        pixels, batch = size.pixels, size.batch
-        command = [
-            sys.executable, str(ROOT / "apps/flowgrpo"), "recipe=tiny_flow_grpo", f"model.path={folder}",
-            "model.architecture=qwen_image", f"model.lora_rank={size.rank}", f"model.lora_alpha={2 * size.rank}",
-            "model.target_modules=attention", "model.enable_gradient_checkpointing=true",
-            f"model.transformer_config={json.dumps(config).replace(' ', '')}",
-            f"actor.fsdp_config.model_dtype={'fp32' if CPU else 'bf16'}", f"rollout.dtype={'float32' if CPU else 'bfloat16'}",
-            "actor.diffusion_loss.ref_kl_coef=0", f"actor.ppo_mini_batch_size={batch}",
-            f"actor.ppo_micro_batch_size_per_gpu={size.micro}", f"rollout.pipeline.height={pixels}",
-            f"rollout.pipeline.width={pixels}", f"rollout.pipeline.num_inference_steps={size.steps}",
-            "rollout.pipeline.true_cfg_scale=4.0", "rollout.pipeline.max_sequence_length=256",
-            "rollout.algo.sde_window_size=2", f"rollout.algo.sde_window_range=[0,{size.steps // 2}]", f"rollout.n={batch}",
-            f"rollout.max_batch_size={batch}", "data.prompts_per_step=2", f"data.train_file={work}/train.jsonl",
-            f"data.val_file={work}/val.jsonl", "data.val_max_prompts=1", "rollout.val_kwargs.n=1",
-            f"rollout.val_kwargs.pipeline.height={pixels}", f"rollout.val_kwargs.pipeline.width={pixels}",
-            "rollout.val_kwargs.pipeline.num_inference_steps=2", "reward.name=jpeg_compressibility", "reward.num_workers=2",
-            "trainer.total_steps=3", "trainer.val_before_train=false", "trainer.val_every=0", "trainer.save_every=0",
-            f"trainer.run_dir={work}/run", "trainer.on_existing=delete", "ray.object_store_mb=2048", *keys,
-        ]  # fmt: skip
+        command = program_command(size, folder, work, *keys)
         start = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

@@ -148,8 +148,9 @@ class VllmOmniConfig(Checked):
     """Schedule step by step instead of request by request (models that support it)."""
     enable_sleep_mode: bool = True
     """Allow the weights to leave the GPU between rollouts."""
-    rollout_attn_backend: str = "TORCH_SDPA"
-    """Attention kernel of the engine: TORCH_SDPA runs everywhere, FLASH_ATTN needs its wheel."""
+    rollout_attn_backend: str | None = None
+    """Attention kernel of the engine. null: CUDNN_ATTN for 16-bit weights on a GPU (4 % more pictures than TORCH_SDPA, measured
+    on an H200 with Qwen-Image at 512²), else TORCH_SDPA. FLASH_ATTN is as fast and needs its wheel."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments, handed to AsyncOmni as they are."""
     openai_port: Annotated[int, Interval(ge=1, le=65_535)] | None = None

@@ -32,7 +32,9 @@ def start_engine(config: DiffusionRolloutConfig, path: str, spec: ModelSpec, cud
     settings = config.vllm_omni
     if cuda_visible_devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices
-    os.environ.setdefault("DIFFUSION_ATTENTION_BACKEND", settings.rollout_attn_backend)
+    cudnn = not enabled() and config.dtype != "float32"
+    attention = settings.rollout_attn_backend or ("CUDNN_ATTN" if cudnn else "TORCH_SDPA")
+    os.environ.setdefault("DIFFUSION_ATTENTION_BACKEND", attention)
     # The first sleep makes pinned memory for all weights: by default one thread asks for it page by page, about 1 GB/s.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "pinned_use_cuda_host_register:True,pinned_num_register_threads:8")
     if enabled():
