@@ -75,7 +75,7 @@ def qwen(tmp_path_factory):
 
 
 def test_the_sums_are_what_a_card_was_seen_to_hold(qwen):
-    # Measured on H100s (README of fsdp-diffusers-engine): an update of 8 samples with 128 text tokens, no guidance, all blocks
+    # Measured on H100s (MEASURED.md of fsdp-diffusers-engine): an update of 8 samples with 128 text tokens, no guidance, all blocks
     # recomputed, peaks at 51.1 GB in one process, and at 29.8 GB in each of two that share the weights.
     needs = measure(qwen, make(*FULL), 128)
     assert needs.base / GB == pytest.approx(40.86, rel=0.01)
