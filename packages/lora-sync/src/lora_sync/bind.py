@@ -48,9 +48,15 @@ def apply_lora(module: nn.Module, payload: LoRAPayload, adapter_name: str = "def
         raise BindError(
             f"{REFERENCE!r} is the state with every adapter off and cannot be bound to; choose another name."
         )
-    _check_version(module, payload, adapter_name)
+    held = applied_version(module, adapter_name)
+    # the very same payload again is a harmless retry
+    if held is not None and payload.version <= held[0] and (payload.version, payload.hash) != held:
+        raise StaleVersionError(
+            f"adapter {adapter_name!r} holds version {held[0]} ({held[1]}), version {payload.version} ({payload.hash}) is not "
+            "newer. Count versions up, also after a restart of the trainer."
+        )
     payload.check_finite(f"version {payload.version}")
-    if applied_version(module, adapter_name) is None:
+    if held is None:
         check_base(module, payload.base_fingerprint)
     added = adapter_name not in adapter_names(module)
     if added:
@@ -73,17 +79,6 @@ def applied_version(module: nn.Module, adapter_name: str = "default") -> tuple[i
     """(version, hash) of the last payload bound to this adapter by `apply_lora`, or None."""
     record: dict[str, tuple[int, str]] = module.__dict__.get(_RECORD, {})
     return record.get(adapter_name)
-
-
-def _check_version(module: nn.Module, payload: LoRAPayload, adapter_name: str) -> None:
-    held = applied_version(module, adapter_name)
-    if held is None or payload.version > held[0]:
-        return
-    if (payload.version, payload.hash) != held:  # the very same payload again is a harmless retry
-        raise StaleVersionError(
-            f"adapter {adapter_name!r} holds version {held[0]} ({held[1]}), version {payload.version} ({payload.hash}) is not "
-            "newer. Count versions up, also after a restart of the trainer."
-        )
 
 
 def _check_fit(targets: dict[str, nn.Parameter], payload: LoRAPayload, adapter_name: str) -> None:

@@ -62,7 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(_inspect(file, *read(file)))
             return 0
         if options.command == "convert":
-            return _convert(*read(options.source), options.target, options.to, options.architecture)
+            payload, before = read(options.source)
+            guess = guess_map(payload.modules).name if options.to == "comfy" else "any"
+            written = export(payload, options.to, options.target, architecture=options.architecture or guess)
+            said = f"{len(payload.modules)} modules, {len(payload.tensors)} tensors, read back equal"
+            print(f"{before} → {options.to}: {said}: {written}")
+            return 0
         return _diff(options.first, options.second, read(options.first)[0], read(options.second)[0])
     except (LoRASyncError, OSError) as error:
         print(f"lora_sync: {' '.join(str(error).split())}", file=sys.stderr)
@@ -75,31 +80,21 @@ def _inspect(file: str, payload: LoRAPayload, format: str) -> str:
     except LoRASyncError:
         architecture = "unknown"
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in payload.tensors.values()})
-    count = sum(tensor.numel() for tensor in payload.tensors.values())
     head = [
         f"{file}",
         f"  format {format} · architecture {architecture} · version {payload.version} · {payload.hash}",
-        f"  {len(payload.modules)} modules · {count:,} parameters · {payload.nbytes / 1e6:.2f} MB · {', '.join(dtypes)}"
+        f"  {len(payload.modules)} modules · {payload.numel:,} parameters · {payload.nbytes / 1e6:.2f} MB · {', '.join(dtypes)}"
         f" · base {payload.base_fingerprint or 'not recorded'}",
     ]
     rows: list[tuple[str, ...]] = [("layer", "count", "A", "B", "alpha", "alpha/r", "mean |BA|")]
     for pattern, names in _patterns(payload).items():
         first = names[0]
-        norm = sum(_norm(payload, name) for name in names) / len(names)
+        norm = sum(max(0.0, _inner(payload, payload, name)) ** 0.5 for name in names) / len(names)
         shapes = ["×".join(map(str, payload.tensors[first + suffix].shape)) for suffix in (A, B)]
-        alphas = sorted({payload.alpha_of(name) for name in names})
-        scales = sorted({payload.scale_of(name) for name in names})
-        rows.append((pattern, str(len(names)), *shapes, _list(alphas), _list(scales), f"{norm:.4g}"))
+        settings = (sorted({of(name) for name in names}) for of in (payload.alpha_of, payload.scale_of))
+        texts = (", ".join(f"{value:g}" for value in values) for values in settings)
+        rows.append((pattern, str(len(names)), *shapes, *texts, f"{norm:.4g}"))
     return "\n".join([*head, *_table(rows)])
-
-
-def _convert(payload: LoRAPayload, before: str, target: str, format: str, architecture: str | None) -> int:
-    name = architecture or (guess_map(payload.modules).name if format == "comfy" else "any")
-    file = export(payload, format, target, architecture=name)
-    print(
-        f"{before} → {format}: {len(payload.modules)} modules, {len(payload.tensors)} tensors, read back equal: {file}"
-    )
-    return 0
 
 
 def _diff(first: str, second: str, one: LoRAPayload, two: LoRAPayload) -> int:
@@ -140,10 +135,6 @@ def _inner(one: LoRAPayload, two: LoRAPayload, name: str) -> float:
     return float(one.scale_of(name) * two.scale_of(name) * torch.sum((b1.T @ b2) * (a1 @ a2.T)))
 
 
-def _norm(payload: LoRAPayload, name: str) -> float:
-    return max(0.0, _inner(payload, payload, name)) ** 0.5
-
-
 def _gap(one: LoRAPayload, two: LoRAPayload, name: str) -> tuple[float, float, float, float]:
     parts = []
     for suffix in (A, B):
@@ -156,10 +147,6 @@ def _gap(one: LoRAPayload, two: LoRAPayload, name: str) -> tuple[float, float, f
     norm = max(own, 0.0) ** 0.5
     length = (max(own, 0.0) * max(other, 0.0)) ** 0.5
     return parts[0], parts[1], change / norm if norm else float(change > 0), both / length if length else 1.0
-
-
-def _list(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:g}" for value in values)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -62,17 +62,12 @@ def _samples(parameter: Tensor) -> Tensor:
     starts = torch.tensor([bound.start for bound in bounds])[:, None]
     sizes = torch.tensor([bound.stop - bound.start for bound in bounds])[:, None]
     inside = ((places >= starts) & (places < starts + sizes)).all(0)
-    if _replica_rank(parameter) != 0:  # a replica would be summed once per copy
-        inside &= False
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    if any(coordinate[dim] for dim, placement in enumerate(placements) if placement.is_replicate()):
+        inside &= False  # a replica would be summed once per copy
     out = torch.zeros(count, dtype=torch.bfloat16, device=own.device)
     if inside.any():
         index = tuple((places - starts)[:, inside].to(own.device))
         out[inside.to(own.device)] = own[index].to(torch.bfloat16)
     return out
-
-
-def _replica_rank(parameter: Tensor) -> int:
-    """0 on exactly one rank of every group of replicas of this parameter's shard."""
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
-    return sum(coordinate[dim] for dim, placement in enumerate(placements) if placement.is_replicate())
