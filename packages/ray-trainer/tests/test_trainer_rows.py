@@ -213,6 +213,16 @@ class Line:
         self.send("make", name, make)
         return Handle(self, name)
 
+    def remote(self, **needs):
+        """Of the reward pool's workers."""
+        return lambda _: SimpleNamespace(remote=lambda *_: self.actor(RewardHere))
+
+    def is_initialized(self):
+        return True
+
+    def kill(self, actor, no_restart=False):
+        pass
+
     def get(self, references, timeout=None):
         return [r.get() for r in references] if isinstance(references, list) else references.get()
 
@@ -267,8 +277,6 @@ class Program:
         if engines:
             replicas = [DiffusersReplica(line.actor(Drawn), 16, f"replica-{i}") for i in range(engines)]
             self.sampler = FleetSampler(config, group, SimpleNamespace(router=Router(replicas)), False)
-        pool = SimpleNamespace(start=lambda i: line.actor(RewardHere), stop=lambda actors: None)
-        monkeypatch.setattr(image_rewards.loop, "Pool", lambda *_, **__: pool)
         monkeypatch.setattr(image_rewards.loop, "import_ray", lambda: line)
         monkeypatch.setattr(ray_trainer.rollouts, "RewardLoopManager", image_rewards.loop.RewardLoopManager)
         self.trainer = made = RayFlowGRPOTrainer.__new__(RayFlowGRPOTrainer)
