@@ -39,11 +39,10 @@ def content_hash(tensors: Mapping[str, Tensor], alphas: Mapping[str, float]) -> 
 
 
 def content_sum(tensors: Iterable[Tensor]) -> str:
-    """Checksum of all elements that does not depend on how they are laid out: `"<count>:<16 hex digits>"`.
+    """Checksum of all elements, `"<count>:<16 hex digits>"`, that stays when a sampler fuses or splits the tensors.
 
-    A sampler may fuse three projections into one tensor; the elements stay the same, and so does this sum. Each element's
-    bits go through a 64-bit mixer (the finaliser of splitmix64) and the results are added modulo 2^64, so a changed,
-    lost or doubled element shows. It does not see two elements trade places: the pictures do.
+    Each element's bits go through a 64-bit mixer (the finaliser of splitmix64) and the results are added modulo 2^64: a changed,
+    lost or doubled element shows, two that trade places do not.
     """
     count, total = 0, 0
     for tensor in tensors:

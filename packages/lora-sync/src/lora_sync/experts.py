@@ -20,8 +20,7 @@ def expert_of(module: str) -> tuple[str, str]:
 
 
 def split_experts(payload: LoRAPayload) -> dict[str, LoRAPayload]:
-    """One payload per expert, names without prefix and without fingerprint, which is of both; `{"": payload}` for models of
-    one transformer."""
+    """One payload per expert, without prefix and fingerprint (which is of both); `{"": payload}` for one transformer."""
     groups: dict[str, list[str]] = {}
     for module in payload.modules:
         groups.setdefault(expert_of(module)[0], []).append(module)

@@ -1,8 +1,7 @@
 """Write an adapter for other tools, read it back (`lora_sync.load`), and compare, in one call.
 
-- `"diffusers"`: a folder that `pipeline.load_lora_weights(folder)` loads. Alpha goes into the metadata that diffusers
-  itself writes and reads, so no value changes. Wan2.2's second expert gets the subfolder `transformer_2`, for
-  `pipeline.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)`.
+- `"diffusers"`: a folder that `pipeline.load_lora_weights(folder)` loads, alpha in the metadata that diffusers reads. Wan2.2's
+  second expert gets the subfolder `transformer_2`, to be loaded with `load_into_transformer_2=True`.
 - `"peft"`: a folder for `PeftModel.from_pretrained`, vLLM and vLLM-Omni (`adapter_config.json` beside the tensors).
 - `"comfy"`: one file in ComfyUI's names (`lora_down`/`lora_up`/`alpha`); see `lora_sync.comfy`.
 """

@@ -22,11 +22,10 @@ from .payload import LoRAPayload
 
 
 def stream_lora(module: nn.Module, adapter_name: str = "default", *, copy: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """(neutral name, full tensor) of the adapter, in module order, holding one tensor at a time.
+    """(neutral name, full tensor) of the adapter, in module order, one at a time, in the module's dtype and on its device.
 
-    Under FSDP2 every step is a collective over the parameter's mesh: all ranks iterate, to the end. dtype and device
-    stay as they are in the module. `copy=False` hands out the live tensors where nothing had to be gathered: no
-    memory is used, and the next optimizer step changes them.
+    Under FSDP2 every step is a collective: all ranks iterate, to the end. `copy=False` hands out the live tensors where nothing
+    had to be gathered; the next optimizer step changes them.
     """
     reshard(module)  # this puts other Parameter objects in place, so it comes first
     for name, parameter in adapter_parameters(module, adapter_name).items():

@@ -1,7 +1,6 @@
 """The keys of a LoRA file, whichever tool wrote it: which layer, which side, and what is no plain LoRA.
 
-Prefixes come off in any order and number: PEFT's, diffusers', ComfyUI's, kohya's, LyCORIS's, and those of torch.compile, DDP
-and FSDP. `transformer_2.` stays, the second expert of Wan2.2; beside it `transformer.` stays too.
+Prefixes of tools and wrappers come off in any order and number; those of Wan2.2's two experts stay.
 """
 
 from __future__ import annotations

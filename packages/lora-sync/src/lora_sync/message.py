@@ -117,11 +117,7 @@ class Message:
         return json.dumps([self.metadata(), specs]).encode()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as host tensors whose bytes travel out of band (protocol 5: Ray's), from one memory to the other.
-
-        What arrives may be read-only memory: bind it with `apply_lora`. Its hash is checked on the way in: a message that
-        changed meanwhile raises `CorruptPayloadError` where it is unpickled.
-        """
+        """Pickles as host tensors whose bytes travel out of band (protocol 5: Ray's); the hash is checked on the way in."""
         wrap = pickle.PickleBuffer if protocol >= 5 else bytes
         host = on_host(self.tensors.items())
         parts = [(name, _dtype_name(t), tuple(t.shape), wrap(byte_view(t))) for name, t in host.items()]

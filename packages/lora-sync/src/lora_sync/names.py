@@ -72,7 +72,7 @@ class NameMap:
         comfy_prefix: `"diffusion_model."` with dots kept, or `"lora_unet_"` with dots turned to underscores (kohya).
         vllm: (suffix, replacement) pairs for vLLM-Omni's module tree.
         vllm_packed: fused layers of vLLM-Omni: (suffix, suffixes of its slices in order).
-        vllm_packs_by_name: the engine finds a fused layer's slices under their own names; else it wants them fused.
+        vllm_packs_by_name: the engine finds a fused layer's slices by name; else it wants them fused.
         vllm_frozen: patterns of layers that vLLM-Omni builds as plain Linear, where its LoRA cannot go.
         comfy_loader: whether stock diffusers reads this ComfyUI layout.
         neutral_only: patterns of layers that exist and have no ComfyUI rule.

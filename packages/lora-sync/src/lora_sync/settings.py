@@ -1,8 +1,5 @@
-"""Alpha and rank as trainers write them: PEFT's `adapter_config.json`, and the header of a safetensors file.
-
-A header says it as plain keys (`lora_alpha`, kohya's `ss_network_alpha`, …) or as JSON inside one key, such as diffusers'
-`lora_adapter_metadata` with its `transformer.` prefixes. Where PEFT has a default or a rule, it is PEFT's.
-"""
+"""Alpha and rank as trainers write them: in PEFT's `adapter_config.json` or the header of a safetensors file, there as plain keys
+or as JSON inside one key. Where PEFT has a default or a rule, it is PEFT's."""
 
 from __future__ import annotations
 

@@ -15,9 +15,8 @@ DEFAULT_TIMEOUT = 120.0
 class Transport(ABC):
     """Carries messages (`LoRAPayload`, `WeightBucket`) from one sender to one or more receivers.
 
-    `receive` gives a whole message whose content hash was checked, or raises: `TransportTimeoutError` after `timeout`
-    seconds, `TransportError` when the other side is gone, `CorruptPayloadError` for wrong bytes. A message is never handed
-    over in part.
+    `receive` gives a whole message whose hash was checked, or raises: `TransportTimeoutError` after `timeout` seconds,
+    `TransportError` when the other side is gone, `CorruptPayloadError` for wrong bytes.
     """
 
     @abstractmethod
