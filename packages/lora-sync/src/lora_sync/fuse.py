@@ -26,15 +26,14 @@ class Piece:
 
 def fuse(layer: str, widths: tuple[int, ...], pieces: Mapping[int, Piece]) -> Piece:
     """One layer from its slices (by index); a slice that was not adapted stays zero. Raises `ExportError`."""
-    first = next(iter(pieces.values()))
+    index, first = next(iter(pieces.items()))
     rank, count = first.down.shape[0], len(widths)
     if any(p.down.shape[0] != rank or p.alpha != first.alpha for p in pieces.values()):
         raise ExportError(
             f"{layer!r} is one weight there; its slices have ranks {[p.down.shape[0] for p in pieces.values()]} and alphas "
             f"{[p.alpha for p in pieces.values()]}. Use one rank and one alpha for them, or export another format."
         )
-    index = next(iter(pieces))
-    unit = pieces[index].up.shape[0] // widths[index]
+    unit = first.up.shape[0] // widths[index]
     rows = [unit * width for width in widths]
     down = first.down.new_zeros(count * rank, first.down.shape[1])
     up = first.up.new_zeros(sum(rows), count * rank)

@@ -69,10 +69,7 @@ def lora_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def adapter_names(module: nn.Module) -> tuple[str, ...]:
     """Names of all adapters found in the module, in order of first appearance."""
-    found: dict[str, None] = {}
-    for _, layer in lora_layers(module):
-        found.update(dict.fromkeys(layer.lora_A.keys()))
-    return tuple(found)
+    return tuple(dict.fromkeys(name for _, layer in lora_layers(module) for name in layer.lora_A))
 
 
 def layers_of(module: nn.Module, adapter_name: str) -> dict[str, Any]:
