@@ -38,6 +38,7 @@ from ray_trainer.prompts import Prompt
 from ray_trainer.rollouts import FleetSampler, HybridSampler, Rollouts
 from ray_trainer.rows import Store
 from ray_trainer.workers import ActorRolloutRefWorker as Worker
+from safetensors.torch import load_file
 from tensordict import TensorDict
 
 RECIPES = Path(str(files("flowgrpo"))) / "recipes"
@@ -332,6 +333,21 @@ def test_every_row_is_trained_once_by_the_rank_that_keeps_it_with_its_own_advant
     shares = [len(rank) for rank in made.group.call(Logical.what_was_trained)]
     assert max(shares) <= 2 * math.ceil(32 / workers)  # evenly, in both mini-batches
     assert not {"latents", "prompt_embeds", "final_latents"} & set(batch.keys())
+
+
+def test_a_failure_leaves_the_rows_of_every_worker_whether_they_were_trained_or_not(program, tmp_path):
+    made = program(2, 32, 0, "algorithm.step_fraction=0.5", "algorithm.old_log_probs=trainer")
+    batch = made.trainer.generate_sequence(made.prompts, 0)
+    made.trainer.compute_rm_score(batch)
+    made.trainer.prepare_update(batch[:20], 0)
+    made.group.write_rows(tmp_path)
+    files = [load_file(tmp_path / f"rows_rank{rank}.safetensors") for rank in (0, 1)]
+    for place, (uid, index) in enumerate(zip(batch["uid"], batch["index"].tolist(), strict=True)):
+        file, slot = files[int(batch["owner"][place])], int(batch["slot"][place])
+        assert (file[f"{slot}/latents"] == float(int(uid.rpartition("/")[2]) * 1000 + index)).all()
+        assert len(file[f"{slot}/latents"]) == (1 if place < 20 else 2)  # half of the window was chosen
+        assert (f"{slot}/old_log_probs" in file) == (place < 20)
+        assert file[f"{uid}/prompt_embeds"].shape == (9, 64)
 
 
 def measured(made, steps=2, enough=0.0):

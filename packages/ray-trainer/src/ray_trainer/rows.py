@@ -66,9 +66,11 @@ class Store:
         return Rows(tensors, uids, [self._facts[slot][1] for slot in slots], {uid: self._prompts[uid] for uid in uids})
 
     def write(self, file: Path) -> None:
-        """All rows as a safetensors file; none where there are none."""
-        if self._rows:
-            write_tensors(file, {name: value.clone() for name, value in self._tensors(range(len(self._rows))).items()})
+        """All rows as a safetensors file of `SLOT/NAME` and, for the prompts, `UID/NAME`; none where there are none."""
+        every = {str(slot): row for slot, row in enumerate(self._rows)} | self._prompts
+        tensors = {f"{key}/{name}": value.clone() for key, one in every.items() for name, value in one.items()}
+        if tensors:
+            write_tensors(file, tensors)
 
     def batch(self, slots: Sequence[int]) -> TensorDict:
         """TensorDict [b] as the engine reads it; a slot may occur more than once."""
