@@ -29,12 +29,13 @@ if TYPE_CHECKING:
         from_diffusers,
         mu_from_tokens,
     )
+    from .scheduler import FlowMatchSDEScheduler
     from .solvers import PastOutput, dpm_coefficients, dpm_step, effective_order, read_out
     from .steps import sde_step
     from .types import SdeStep, Trajectory, VelocityFn
     from .windows import Fixed, Progressive, Random, Window
 
-_HOMES = "coefficients denoise flash logprob noise rescore schedule solvers steps types windows"
+_HOMES = "coefficients denoise flash logprob noise rescore schedule scheduler solvers steps types windows"
 
 __all__ = [
     "FLUX_SHIFT",
@@ -45,6 +46,7 @@ __all__ = [
     "QWEN_IMAGE_SHIFT_TERMINAL",
     "SOLVERS",
     "Fixed",
+    "FlowMatchSDEScheduler",
     "Kind",
     "LogProbForm",
     "NonFiniteError",
