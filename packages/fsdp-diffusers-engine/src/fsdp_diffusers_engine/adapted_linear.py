@@ -16,12 +16,12 @@ from torch import Tensor
 
 
 class AdaptedLinear(Linear):
-    """PEFT's LoRA layer with another forward; an instance of PEFT's class becomes one by its ``__class__``."""
+    """PEFT's LoRA layer with another forward; an instance of PEFT's class becomes one by its `__class__`."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """``x`` [..., in] → ``W x + s B A x`` [..., out] in the dtype of ``x``.
+        """`x` [..., in] → `W x + s B A x` [..., out] in the dtype of `x`.
 
-        The scale ``s`` meets ``A x``, the smallest tensor on the way: on the output it would cost backward a scaled copy of
+        The scale `s` meets `A x`, the smallest tensor on the way: on the output it would cost backward a scaled copy of
         the whole gradient.
         """
         if self.disable_adapters or self.merged:

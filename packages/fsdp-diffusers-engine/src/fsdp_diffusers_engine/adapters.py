@@ -36,7 +36,7 @@ _LORA_INITS = get_args(LoRAInit)
 
 
 def inject_adapters(module: nn.Module, config: DiffusionModelConfig, spec: ModelSpec, names: Sequence[str]) -> None:
-    """Put a LoRA for each of ``names`` into ``module``; ``default`` ends active, and alone trainable."""
+    """Put a LoRA for each of `names` into `module`; `default` ends active, and alone trainable."""
     from peft import LoraConfig
 
     if config.lora_init_weights not in _LORA_INITS:
@@ -79,9 +79,9 @@ def mark_trainable(module: nn.Module) -> None:
 
 
 def draw_initial(name: str, shape: Sequence[int], config: DiffusionModelConfig) -> Tensor:
-    """The first value of an adapter tensor, fp32 on the CPU, from (``lora_seed``, its name without the adapter's).
+    """The first value of an adapter tensor, fp32 on the CPU, from (`lora_seed`, its name without the adapter's).
 
-    ``gaussian`` draws A with standard deviation 1/rank, ``kaiming`` uniformly with bound 1/sqrt(fan in), as PEFT does.
+    `gaussian` draws A with standard deviation 1/rank, `kaiming` uniformly with bound 1/sqrt(fan in), as PEFT does.
     """
     if ".lora_B." in name:
         return torch.zeros(*shape)

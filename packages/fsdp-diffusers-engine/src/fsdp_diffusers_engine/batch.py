@@ -1,7 +1,7 @@
 """Reading what a training step needs out of a TensorDict, and cutting it into micro-batches without copies.
 
 Shapes: B samples, W trained steps, K sampler steps, S tokens, C channels. How the samples were drawn travels in the batch
-as its non-tensor entry ``settings``, because it belongs to the samples and not to the engine.
+as its non-tensor entry `settings`, because it belongs to the samples and not to the engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROMPTS = tuple(
 
 
 def plain(data: TensorDict | Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """A non-tensor entry of ``data``: one value for the batch. ``default`` when it is absent.
+    """A non-tensor entry of `data`: one value for the batch. `default` when it is absent.
 
     A batch that was stacked from single samples carries a list with one value per sample; they must agree. A tuple is
     one value.
@@ -56,7 +56,7 @@ def plain(data: TensorDict | Mapping[str, Any], key: str, default: Any = None) -
 
 def settings_of(data: TensorDict | Mapping[str, Any]) -> SamplerSettings:
     """How the samples of the batch were drawn, which the trainer's forward repeats. They may differ in their windows alone
-    (``step_index`` has each sample's own)."""
+    (`step_index` has each sample's own)."""
     if "settings" not in data.keys():  # noqa: SIM118
         raise EngineError(
             "the batch has no 'settings'; put the SamplerSettings that drew its samples into it as non-tensor data"
@@ -93,7 +93,7 @@ def prompts(data: Mapping[str, Any], prefix: str = "", multiple: int = 1) -> Pro
 
     Rows of one length then need no attention mask, which picks the faster kernel; the rollout saw them so too.
 
-    ``prefix`` is ``""`` or ``"negative_"``. The number of tokens is padded to a ``multiple`` (of the ranks that share
+    `prefix` is `""` or `"negative_"`. The number of tokens is padded to a `multiple` (of the ranks that share
     a sample).
     """
     from model_specs import PromptEmbeds
@@ -122,7 +122,7 @@ def text_tokens(data: TensorDict | Mapping[str, Any]) -> int:
 
 
 def with_prompts(micro: dict[str, Any], multiple: int) -> dict[str, Any]:
-    """Put ``cond`` and ``negative`` beside a micro-batch's tensors: made once, used by every step and policy."""
+    """Put `cond` and `negative` beside a micro-batch's tensors: made once, used by every step and policy."""
     return {
         **micro,
         "cond": prompts(micro, "", multiple),
@@ -131,7 +131,7 @@ def with_prompts(micro: dict[str, Any], multiple: int) -> dict[str, Any]:
 
 
 def select(data: TensorDict | Mapping[str, Any], keys: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
-    """The named tensors that are there, on ``device``; pictures and metadata stay behind."""
+    """The named tensors that are there, on `device`; pictures and metadata stay behind."""
     present = set(data.keys())
     chosen = {key: data[key] for key in keys if key in present and isinstance(data[key], Tensor)}
     return {key: value.to(device, non_blocking=True) for key, value in chosen.items()}
@@ -140,10 +140,10 @@ def select(data: TensorDict | Mapping[str, Any], keys: tuple[str, ...], device: 
 def mini_batches(
     actor: FSDPDiffusionActorConfig, count: int, step: int, epoch: int = 0, planned: int | None = None
 ) -> list[Tensor]:
-    """Row numbers of each mini-batch of ``count`` rows over all ranks: the same whatever the number of ranks.
+    """Row numbers of each mini-batch of `count` rows over all ranks: the same whatever the number of ranks.
 
-    ``planned`` asks for that many, whatever ``count``. Pairs stay together. The shuffle depends on the seed, the training step
-    and the epoch. Errors: :class:`EngineError` for fewer rows than mini-batches.
+    `planned` asks for that many, whatever `count`. Pairs stay together. The shuffle depends on the seed, the training step
+    and the epoch. Errors: `EngineError` for fewer rows than mini-batches.
     """
     unit = 2 if actor.diffusion_loss.spec.paired else 1
     pieces = math.ceil(count / actor.ppo_mini_batch_size)
@@ -162,7 +162,7 @@ def mini_batches(
 
 
 def micro_batches(tensors: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
-    """Consecutive slices of ``size`` samples: views, not copies (jagged tensors are cut by their offsets)."""
+    """Consecutive slices of `size` samples: views, not copies (jagged tensors are cut by their offsets)."""
     from .padding import narrow_jagged
 
     count = batch_size(tensors)

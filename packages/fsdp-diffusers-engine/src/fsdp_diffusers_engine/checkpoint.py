@@ -1,8 +1,8 @@
 """Checkpoints: what the next step depends on, sharded, complete or absent, loadable by another number of ranks.
 
-A folder holds ``weights/*.safetensors`` (every rank writes its own shards through ``torch.distributed.checkpoint``),
-``rng/`` (one file per rank), ``engine.json`` (counters, schedule, what is inside) and, when asked for, ``lora/`` or
-``hf_model/`` that other tools load. It is written beside its place and renamed when everything is on disk. There is no
+A folder holds `weights/*.safetensors` (every rank writes its own shards through `torch.distributed.checkpoint`),
+`rng/` (one file per rank), `engine.json` (counters, schedule, what is inside) and, when asked for, `lora/` or
+`hf_model/` that other tools load. It is written beside its place and renamed when everything is on disk. There is no
 pickle in it: safetensors and JSON only.
 """
 
@@ -40,7 +40,7 @@ def check_config(config: CheckpointConfig) -> None:
 
 @contextmanager
 def writing(path: Path, layout: Layout) -> Iterator[Path]:
-    """A folder to write a checkpoint into, which takes the place of ``path`` once every rank has written its part.
+    """A folder to write a checkpoint into, which takes the place of `path` once every rank has written its part.
 
     An older checkpoint there is replaced only then. A collective.
     """
@@ -76,7 +76,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], layout: Layout) -> N
 
 
 def read_tensors(path: Path, tensors: dict[str, Tensor], layout: Layout) -> None:
-    """Overwrite the named tensors with what ``path`` holds; CheckpointError where names or shapes differ."""
+    """Overwrite the named tensors with what `path` holds; CheckpointError where names or shapes differ."""
     if not tensors:
         return
     from torch.distributed.checkpoint import load as load_shards
@@ -129,7 +129,7 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The counterpart of :func:`write_record`; CheckpointError where there is none of this format."""
+    """The counterpart of `write_record`; CheckpointError where there is none of this format."""
     file = path / _RECORD
     if not file.is_file():
         near = sorted(p.name for p in path.parent.iterdir() if (p / _RECORD).is_file()) if path.parent.is_dir() else []

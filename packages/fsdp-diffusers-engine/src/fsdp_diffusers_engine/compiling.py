@@ -31,7 +31,7 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
 
 def keep_graphs() -> None:
     """Keep what is compiled in the user's cache folder: torch's own default lies in /tmp, which a restart empties. A folder that
-    was set by ``TORCHINDUCTOR_CACHE_DIR`` stays."""
+    was set by `TORCHINDUCTOR_CACHE_DIR` stays."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):

@@ -1,7 +1,7 @@
 """Config dataclasses of the engine. This file imports no torch, so that a command line can validate before it loads one.
 
-The type of a field says which values it takes: a word of a ``Literal``, or a number of an ``Interval``. OmegaConf's structured
-configs support them; ``"???"`` is OmegaConf's mark for "must be given".
+The type of a field says which values it takes: a word of a `Literal`, or a number of an `Interval`. OmegaConf's structured
+configs support them; `"???"` is OmegaConf's mark for "must be given".
 Where verl-omni, whose names these are, nests options that do nothing for a diffusion transformer (tokenizers, expert
 parallelism, …), they are left out: every field below is read by something in this package.
 """
@@ -36,7 +36,7 @@ class LoRAOptions:
     """How an adapter leaves the trainer."""
 
     merge: bool = False
-    """``get_per_tensor_param`` sends full weights with the adapter folded in (and no adapter config) when true."""
+    """`get_per_tensor_param` sends full weights with the adapter folded in (and no adapter config) when true."""
 
 
 @dataclass
@@ -44,42 +44,42 @@ class DiffusionModelConfig:
     """Which transformer is trained, and which of its parameters."""
 
     path: str = MISSING
-    """Folder of a diffusers pipeline (with ``model_index.json``)."""
+    """Folder of a diffusers pipeline (with `model_index.json`)."""
     architecture: str | None = None
-    """Name known to ``model_specs.get_spec``; None reads it from ``model_index.json``."""
+    """Name known to `model_specs.get_spec`; None reads it from `model_index.json`."""
     transformer_subfolder: str | None = None
-    """Train the transformer in this folder of ``path`` alone (``transformer_2``: Wan's low-noise expert); None trains
+    """Train the transformer in this folder of `path` alone (`transformer_2`: Wan's low-noise expert); None trains
     what the pipeline samples with, both experts of Wan2.2's A14B included."""
     transformer_config: dict[str, Any] | None = None
-    """Builds the transformer from this config with seeded random weights and reads none from ``path``: benchmarks."""
+    """Builds the transformer from this config with seeded random weights and reads none from `path`: benchmarks."""
     enable_gradient_checkpointing: bool = True
     """Recompute blocks' activations in backward where memory does not hold them: `recompute_blocks` of them. False keeps all."""
     recompute_blocks: Annotated[int, Interval(ge=0, le=10_000)] | None = None
     """How many blocks are recomputed, the first ones. None measures how many must be (on CUDA, with whole weights on each
     rank) and else takes all."""
     attn_backend: str | None = None
-    """Attention backend by diffusers' name (``native``, ``flash``, ``_native_cudnn`` …); None keeps the default."""
+    """Attention backend by diffusers' name (`native`, `flash`, `_native_cudnn` …); None keeps the default."""
     lora_rank: Annotated[int, Interval(ge=0, le=65_536)] = 0
     """Rank of the LoRA. 0 trains the whole transformer."""
     lora_alpha: Count = 64
-    """The adapter's output is scaled by ``lora_alpha / lora_rank``."""
+    """The adapter's output is scaled by `lora_alpha / lora_rank`."""
     lora_init_weights: LoRAInit = "gaussian"
-    """``gaussian`` (A ~ N(0, 1/rank²)) or ``kaiming``; B starts at zero in both, so the first policy is the base."""
+    """`gaussian` (A ~ N(0, 1/rank²)) or `kaiming`; B starts at zero in both, so the first policy is the base."""
     lora_seed: Seed = 0
     """Seed of that draw. Each tensor is drawn from (seed, its name): the same on any number of ranks."""
     target_modules: Any = "all-linear"
-    """``all-linear`` (the spec's attention and MLP layers), ``attention``, a regular expression, or a list of name ends."""
+    """`all-linear` (the spec's attention and MLP layers), `attention`, a regular expression, or a list of name ends."""
     exclude_modules: Any = None
-    """Modules to leave out of ``target_modules``: a regular expression or a list of name ends."""
+    """Modules to leave out of `target_modules`: a regular expression or a list of name ends."""
     lora_adapter_path: str | None = None
-    """Warm start: a saved LoRA (file or folder, PEFT, diffusers or this package's export) put into ``default``."""
+    """Warm start: a saved LoRA (file or folder, PEFT, diffusers or this package's export) put into `default`."""
     lora_dtype: Dtype = "fp32"
     """dtype in which adapters are kept and optimised. The product is computed in the activations' dtype."""
     lora: LoRAOptions = field(default_factory=LoRAOptions)
     """How the adapter is sent to the rollout."""
     policy_state_adapters: list[str] = field(default_factory=lambda: ["default"])
-    """Named copies of the policy; ``default`` is trained. Add ``old`` for DiffusionNFT, ``reference`` to keep the
-    start of a full fine-tuning (with a LoRA, ``reference`` is the base with adapters off and needs no entry)."""
+    """Named copies of the policy; `default` is trained. Add `old` for DiffusionNFT, `reference` to keep the
+    start of a full fine-tuning (with a LoRA, `reference` is the base with adapters off and needs no entry)."""
     fsdp_layer_prefixes: list[str] = field(default_factory=list)
     """Names of the module lists whose items are sharded one by one; empty takes the blocks that diffusers declares."""
 
@@ -97,15 +97,15 @@ class FSDPEngineConfig:
     """Where and how the module lives: device, precision, sharding, offload."""
 
     device: str | None = None
-    """``cpu``, ``cuda``, ``cuda:1`` …; None takes CUDA where there is one, card ``LOCAL_RANK``."""
+    """`cpu`, `cuda`, `cuda:1` …; None takes CUDA where there is one, card `LOCAL_RANK`."""
     model_dtype: Dtype = "fp32"
-    """dtype of the stored weights: ``fp32``, ``bf16`` or ``fp16``. Use bf16 for a LoRA over a large frozen base."""
+    """dtype of the stored weights: `fp32`, `bf16` or `fp16`. Use bf16 for a LoRA over a large frozen base."""
     mixed_precision: MixedPrecisionConfig | None = None
-    """Compute dtype of a full fine-tuning that keeps ``model_dtype=fp32`` weights; None computes in ``model_dtype``."""
+    """Compute dtype of a full fine-tuning that keeps `model_dtype=fp32` weights; None computes in `model_dtype`."""
     sharding: Sharding = "auto"
-    """``replicate`` keeps the whole module on every rank and averages the trained part's gradient once per optimizer step;
-    ``shard`` divides it over ``fsdp_size`` ranks with FSDP2 (one rank too: it starts a group of one when there is none).
-    ``auto`` shards over several ranks; the programs decide it by :mod:`ray_trainer.card_memory`'s sums."""
+    """`replicate` keeps the whole module on every rank and averages the trained part's gradient once per optimizer step;
+    `shard` divides it over `fsdp_size` ranks with FSDP2 (one rank too: it starts a group of one when there is none).
+    `auto` shards over several ranks; the programs decide it by `ray_trainer.card_memory`'s sums."""
     fsdp_size: Literal[-1] | Annotated[int, Interval(ge=1, le=100_000)] = -1
     """Ranks in one shard group; a smaller number than all replicates between groups (HSDP). -1 is all ranks; in the
     programs all of one machine, and more only where a number says so."""
@@ -116,9 +116,9 @@ class FSDPEngineConfig:
     offload_policy: bool = False
     """FSDP2's own CPU offload: shards and optimizer live on the CPU, blocks visit the device. Needs sharding."""
     param_offload: bool = False
-    """Move parameters to the CPU outside ``train_mode`` / ``eval_mode``: makes room for a rollout on the same card."""
+    """Move parameters to the CPU outside `train_mode` / `eval_mode`: makes room for a rollout on the same card."""
     optimizer_offload: bool = False
-    """Keep the optimizer's state on the CPU outside ``train_mode``."""
+    """Keep the optimizer's state on the CPU outside `train_mode`."""
     activation_offload: bool = False
     """Keep the activations saved for backward (block inputs, or all of them without checkpointing) in pinned CPU memory."""
     ulysses_sequence_parallel_size: Annotated[int, Interval(ge=1, le=1024)] = 1
@@ -128,11 +128,11 @@ class FSDPEngineConfig:
     full_determinism: bool = False
     """Bitwise equal steps on a GPU, for the whole process, with kernels that may be slower. A CPU needs no such thing."""
     ema_decay: BelowOne = 0.0
-    """Above 0, an exponential average of the trained weights is kept as the policy state ``ema``."""
+    """Above 0, an exponential average of the trained weights is kept as the policy state `ema`."""
     timeout_s: Annotated[float, Interval(gt=0, le=1e7)] = 600.0
     """Deadline of a collective in a group that the engine starts; a dead rank ends the others within it."""
     peak_tflops: Annotated[float, Interval(gt=0, le=1e9)] | None = None
-    """Peak of the device for ``perf/mfu``, in 1e12 operations a second; None looks it up or measures it."""
+    """Peak of the device for `perf/mfu`, in 1e12 operations a second; None looks it up or measures it."""
 
 
 @dataclass
@@ -150,13 +150,13 @@ class FSDPOptimizerConfig:
     clip_grad: NotNegative = 1.0
     """Largest norm of the whole gradient; 0 turns clipping off (the norm is measured all the same)."""
     lr_scheduler_type: Schedule = "constant"
-    """``constant``, ``linear`` or ``cosine``: how the rate goes from ``lr`` to ``lr * min_lr_ratio`` after the warmup."""
+    """`constant`, `linear` or `cosine`: how the rate goes from `lr` to `lr * min_lr_ratio` after the warmup."""
     lr_warmup_steps: CountOrZero = 0
-    """Steps of linear warmup from ``lr / (lr_warmup_steps + 1)``."""
+    """Steps of linear warmup from `lr / (lr_warmup_steps + 1)`."""
     total_training_steps: Annotated[int, Interval(ge=-1, le=2**63 - 1)] = -1
-    """Step at which ``linear`` and ``cosine`` reach their end; they need it, ``constant`` does not."""
+    """Step at which `linear` and `cosine` reach their end; they need it, `constant` does not."""
     min_lr_ratio: Share = 0.0
-    """End of ``linear`` and ``cosine`` as a share of ``lr``."""
+    """End of `linear` and `cosine` as a share of `lr`."""
 
 
 @dataclass
@@ -164,8 +164,8 @@ class CheckpointConfig:
     """What a checkpoint holds."""
 
     save_contents: list[Content] = field(default_factory=lambda: ["model", "optimizer", "extra"])
-    """Any of ``model`` (trained weights and every policy state), ``optimizer``, ``extra`` (schedule, counters, RNG),
-    which a checkpoint is loaded from, and ``lora`` or ``hf_model`` (an export beside them that other tools load)."""
+    """Any of `model` (trained weights and every policy state), `optimizer`, `extra` (schedule, counters, RNG),
+    which a checkpoint is loaded from, and `lora` or `hf_model` (an export beside them that other tools load)."""
 
 
 @dataclass
@@ -173,32 +173,32 @@ class ForwardProcessConfig:
     """Where a forward-process loss (NFT, DPO, AWM) looks at a clean latent."""
 
     levels: Levels = "schedule"
-    """Noise levels: ``schedule`` (the sampler's own sigmas, a new random choice per sample), ``uniform``, or
-    ``logit_normal``."""
+    """Noise levels: `schedule` (the sampler's own sigmas, a new random choice per sample), `uniform`, or
+    `logit_normal`."""
     num_levels: Annotated[int, Interval(ge=0, le=10_000)] = 0
-    """Levels per sample in one update; 0 takes all that ``schedule_fraction`` allows (one for the other kinds)."""
+    """Levels per sample in one update; 0 takes all that `schedule_fraction` allows (one for the other kinds)."""
     schedule_fraction: PositiveShare = 0.99
     """Share of the schedule that one update uses; DiffusionNFT drops one random level of ten by 0.99."""
     logit_mean: Annotated[float, Interval(ge=-100, le=100)] = 0.0
-    """Mean of the logit of ``logit_normal`` levels."""
+    """Mean of the logit of `logit_normal` levels."""
     logit_std: Annotated[float, Interval(gt=0, le=100)] = 1.0
     """Their standard deviation."""
     shift: Annotated[float, Interval(gt=0, le=1000)] = 1.0
-    """Shift of ``uniform`` and ``logit_normal`` levels, ``s t / (1 + (s - 1) t)``; SD3's schedule has 3. None is below 1e-3."""
+    """Shift of `uniform` and `logit_normal` levels, `s t / (1 + (s - 1) t)`; SD3's schedule has 3. None is below 1e-3."""
     reference_state: str = "reference"
-    """Policy state of the reference: ``reference`` (adapters off) or a lagged copy such as ``old``."""
+    """Policy state of the reference: `reference` (adapters off) or a lagged copy such as `old`."""
 
 
 @dataclass
 class FSDPDiffusionActorConfig:
-    """One update of a policy: batch sizes, epochs, loss, optimizer. Read by :class:`TrainingWorker`."""
+    """One update of a policy: batch sizes, epochs, loss, optimizer. Read by `TrainingWorker`."""
 
     ppo_mini_batch_size: Count = 256
     """Samples of one optimizer step, over all ranks."""
     ppo_micro_batch_size_per_gpu: Count = 8
     """Samples of one forward and backward on one rank."""
     log_prob_micro_batch_size_per_gpu: Count | None = None
-    """The same for forward-only passes; None takes ``ppo_micro_batch_size_per_gpu``."""
+    """The same for forward-only passes; None takes `ppo_micro_batch_size_per_gpu`."""
     ppo_epochs: Annotated[int, Interval(ge=1, le=10_000)] = 1
     """Passes over the batch of a training step."""
     shuffle: bool = False
@@ -206,7 +206,7 @@ class FSDPDiffusionActorConfig:
     data_loader_seed: Seed = 42
     """Seed of that order, together with the training step and the epoch."""
     diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
-    """The loss; its ``loss_mode`` also picks the engine (policy gradient or forward process)."""
+    """The loss; its `loss_mode` also picks the engine (policy gradient or forward process)."""
     forward_process: ForwardProcessConfig = field(default_factory=ForwardProcessConfig)
     """Noise levels of a forward-process loss; policy gradients do not read it."""
     optim: FSDPOptimizerConfig = field(default_factory=FSDPOptimizerConfig)
@@ -230,4 +230,4 @@ class TrainingWorkerConfig:
     world_size: int = 1
     """Number of ranks."""
     init_method: str | None = None
-    """Where the ranks meet, for example ``tcp://10.0.0.1:29500``; one rank needs none."""
+    """Where the ranks meet, for example `tcp://10.0.0.1:29500`; one rank needs none."""

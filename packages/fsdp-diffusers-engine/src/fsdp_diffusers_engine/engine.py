@@ -1,7 +1,7 @@
 """`DiffusersFSDPEngine`: one diffusers transformer, trained by LoRA or in full, in one process or many.
 
 The engine owns what every algorithm shares: the module, sharding, modes, the optimizer step, policy states, weights for the
-rollout, checkpoints. How a batch is prepared and scored is its objective's business (:mod:`.ppo`, :mod:`.forward_process`).
+rollout, checkpoints. How a batch is prepared and scored is its objective's business (`ppo`, `forward_process`).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
 
 
 class DiffusersFSDPEngine(PolicyStatesMixin):
-    """Engine over one transformer. Construct, :meth:`initialize`, then train.
+    """Engine over one transformer. Construct, `initialize`, then train.
 
     Args:
         objective: how a batch is prepared and scored.
         model_config: what is trained. engine_config: where and how. optimizer_config, checkpoint_config: as named.
 
-    Attributes (after :meth:`initialize`):
+    Attributes (after `initialize`):
         module: the transformer with its adapters, perhaps sharded.
-        spec: its :class:`model_specs.ModelSpec`.
+        spec: its `model_specs.ModelSpec`.
         device: where it computes.
-        layout: ranks; ``layout.dp_rank`` of ``layout.dp_size`` says which part of a batch this process must be given.
+        layout: ranks; `layout.dp_rank` of `layout.dp_size` says which part of a batch this process must be given.
         optimizer_steps, skipped_steps, empty_steps: counters; a step is skipped when its gradient is not finite, and is
             empty when its gradient is zero everywhere.
         forwards: rows that went through the module, with and without gradients.
@@ -201,7 +201,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
             self.to("cpu", model=engine.param_offload, optimizer=engine.optimizer_offload, grad=engine.param_offload)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move by hand, whatever the offload settings say. ``device``: ``"cpu"``, or ``"device"`` for the engine's."""
+        """Move by hand, whatever the offload settings say. `device`: `"cpu"`, or `"device"` for the engine's."""
         self._need("to")
         target = torch.device("cpu") if device == "cpu" else self.device
         if self.engine_config.offload_policy:
@@ -219,8 +219,8 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
     ) -> list[dict[str, Any]]:
         """Forward and backward over a batch in micro-batches; gradients add up until the optimizer step.
 
-        Returns one dict per micro-batch and step, the loss's metrics; with ``forward_only`` one dict per micro-batch,
-        the scores [b, W, …] (:func:`gather_outputs` joins them), and ``loss_function`` may be None. Ranks may hold
+        Returns one dict per micro-batch and step, the loss's metrics; with `forward_only` one dict per micro-batch,
+        the scores [b, W, …] (`gather_outputs` joins them), and `loss_function` may be None. Ranks may hold
         different numbers of samples.
         """
         self._need("forward_backward_batch")
@@ -256,15 +256,15 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
         return outputs
 
     def forward_backward(self, data: TensorDict, loss_function: LossFunction) -> list[dict[str, Any]]:
-        """Short form of :meth:`forward_backward_batch` in training mode."""
+        """Short form of `forward_backward_batch` in training mode."""
         with self.train_mode():
             return self.forward_backward_batch(data, loss_function)
 
     def step(self) -> dict[str, float]:
         """Optimizer step, schedule and zeroed gradients in one call.
 
-        Returns ``actor/grad_norm``, ``actor/lr``, and whether this step moved nothing: ``actor/skipped_steps`` (the gradient
-        was not finite) and ``actor/empty_steps`` (it was zero), each 0 or 1.
+        Returns `actor/grad_norm`, `actor/lr`, and whether this step moved nothing: `actor/skipped_steps` (the gradient
+        was not finite) and `actor/empty_steps` (it was zero), each 0 or 1.
         """
         lr = self.optimizer.param_groups[0]["lr"]
         skipped, empty = self.skipped_steps, self.empty_steps
@@ -310,8 +310,8 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
     def optimizer_step(self) -> float:
         """Clip, step, update the EMA; returns the norm before clipping.
 
-        A norm that is not finite skips the step, drops the gradients and counts in ``skipped_steps``. So does one that is
-        exactly zero, in ``empty_steps``: there was nothing to learn, and momentum and weight decay must not move the weights
+        A norm that is not finite skips the step, drops the gradients and counts in `skipped_steps`. So does one that is
+        exactly zero, in `empty_steps`: there was nothing to learn, and momentum and weight decay must not move the weights
         for it. The norm is that of all ranks, so they all do the same.
         """
         self._need("optimizer_step")
@@ -346,14 +346,14 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, adapter_name: str | None = None
     ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
-        """Weights for a rollout, one tensor at a time, and the adapter's PEFT config or None. See :mod:`.weights`."""
+        """Weights for a rollout, one tensor at a time, and the adapter's PEFT config or None. See `weights`."""
         self._need("get_per_tensor_param")
         merge = self.model_config.lora.merge
         tensors, config = weights.per_tensor(self.module, self.states, adapter_name, merge, base_sync_done)
         return tensors if layered_summon else iter(list(tensors)), config
 
     def save_checkpoint(self, local_path: str | Path, global_step: int = 0) -> Path:
-        """Write a checkpoint folder; complete or absent, never half. See :mod:`.checkpoint`."""
+        """Write a checkpoint folder; complete or absent, never half. See `checkpoint`."""
         self._need("save_checkpoint")
         with shared_failure("save_checkpoint"):
             path, rank, contents = Path(local_path), self.layout.rank, set[str](self.checkpoint_config.save_contents)
@@ -374,7 +374,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
             return path
 
     def load_checkpoint(self, local_path: str | Path) -> int:
-        """Restore a checkpoint, saved by any number of ranks; returns its ``global_step``."""
+        """Restore a checkpoint, saved by any number of ranks; returns its `global_step`."""
         self._need("load_checkpoint")
         with shared_failure("load_checkpoint"), torch.no_grad():
             path, record = Path(local_path), checkpoint.read_record(Path(local_path))

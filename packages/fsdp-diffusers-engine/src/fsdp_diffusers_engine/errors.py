@@ -1,6 +1,6 @@
 """Errors of this package: what was given, why it cannot work, what to change.
 
-All of them are :class:`EngineError`, hence ``ValueError``; all of them survive pickling, so that a Ray actor can raise
+All of them are `EngineError`, hence `ValueError`; all of them survive pickling, so that a Ray actor can raise
 them in the driver (each takes one string, and the class sits at module level).
 """
 
@@ -15,7 +15,7 @@ class EngineError(ValueError):
 
 
 class EngineStateError(EngineError, RuntimeError):
-    """A call came in the wrong order: for example a step before :meth:`initialize`."""
+    """A call came in the wrong order: for example a step before `initialize`."""
 
 
 class CheckpointError(EngineError):
@@ -27,6 +27,6 @@ class RankError(EngineStateError):
 
 
 def nearest(name: str, known: Iterable[str], count: int = 5) -> list[str]:
-    """The known names most like ``name``, best first; falls back to the first ones when nothing is alike."""
+    """The known names most like `name`, best first; falls back to the first ones when nothing is alike."""
     names = list(known)
     return difflib.get_close_matches(name, names, n=count, cutoff=0.4) or names[:count]

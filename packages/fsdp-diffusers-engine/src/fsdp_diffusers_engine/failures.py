@@ -42,8 +42,8 @@ _passed: deque[str] = deque(maxlen=8)
 def shared_failure(what: str) -> Iterator[None]:
     """Tell the other ranks of the default group when the body fails, and prefer their error over a broken collective.
 
-    Raises the body's own error; in place of a collective's (a ``RuntimeError``), or when the groups had to be aborted,
-    :class:`RankError` with the traceback of the rank that failed first.
+    Raises the body's own error; in place of a collective's (a `RuntimeError`), or when the groups had to be aborted,
+    `RankError` with the traceback of the rank that failed first.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         yield
@@ -85,7 +85,7 @@ class _Watch:
         threading.Thread(target=self._look, name="other ranks", daemon=True).start()
 
     def leave(self) -> str | None:
-        """The call is over; returns :attr:`report`."""
+        """The call is over; returns `report`."""
         self._left.set()
         with self._lock:
             return self.report

@@ -1,10 +1,10 @@
 """Forward processes: noise clean latents and score the velocity (DiffusionNFT, Diffusion-DPO, AWM).
 
-B samples, W noise levels per sample, K sampler steps, ``…`` the latent's own shape.
+B samples, W noise levels per sample, K sampler steps, `…` the latent's own shape.
 
 No trajectory is needed: from the rollout's clean latent x0 the engine makes x_t = (1 - sigma) x0 + sigma e and asks
 the policy for its velocity there; the losses compare it with e - x0. Noise and levels are drawn per row from
-(``noise_seed``, row of the whole batch), so they do not depend on micro-batches, ranks or device; the two rows of a
+(`noise_seed`, row of the whole batch), so they do not depend on micro-batches, ranks or device; the two rows of a
 preference pair share theirs.
 """
 
@@ -42,16 +42,16 @@ _PER_SAMPLE_OR_STEP = ("advantages", "mask", "rollout_weights")
 class ForwardProcess(Objective):
     """Objective of losses on the velocity at freshly noised latents.
 
-    Batch: ``final_latents`` [B, …] fp32 (clean), prompts as for the policy-gradient engine, ``sigmas`` [B, K+1] or
-    [K+1] for levels from the sampler's schedule. ``advantages`` [B] for NFT and AWM; for DPO the rows come in pairs
-    (winner, loser, winner, loser, …: ``PairOutput.interleaved()``). What the loss's ``LossSpec.reads`` names of its own is
-    [B, …], the same at every level. Optional ``mask`` [B] or [B, W]. Non-tensor data: ``noise_seed``
-    (different for every call that shall draw anew, equal on all ranks), ``micro_batch_size``, ``settings`` (the
-    ``sde_samplers.SamplerSettings`` that drew the samples), optional ``global_count`` (elements; pairs for DPO).
+    Batch: `final_latents` [B, …] fp32 (clean), prompts as for the policy-gradient engine, `sigmas` [B, K+1] or
+    [K+1] for levels from the sampler's schedule. `advantages` [B] for NFT and AWM; for DPO the rows come in pairs
+    (winner, loser, winner, loser, …: `PairOutput.interleaved()`). What the loss's `LossSpec.reads` names of its own is
+    [B, …], the same at every level. Optional `mask` [B] or [B, W]. Non-tensor data: `noise_seed`
+    (different for every call that shall draw anew, equal on all ranks), `micro_batch_size`, `settings` (the
+    `sde_samplers.SamplerSettings` that drew the samples), optional `global_count` (elements; pairs for DPO).
 
-    The old policy is the state ``old`` when the model has one, else the present weights (then no forward is spent).
+    The old policy is the state `old` when the model has one, else the present weights (then no forward is spent).
 
-    A forward-only pass returns ``error`` [b, W], the mean squared error of the velocity, and ``sigma`` [b, W].
+    A forward-only pass returns `error` [b, W], the mean squared error of the velocity, and `sigma` [b, W].
     """
 
     def __init__(self, config: ForwardProcessConfig | None = None) -> None:
@@ -61,7 +61,7 @@ class ForwardProcess(Objective):
             raise EngineError(f"levels={self.config.levels!r} is unknown; use one of {LEVELS} (nearest {near})")
 
     def reads(self, config: DiffusionLossConfig) -> tuple[str, ...]:
-        """See :class:`~.objective.Objective`."""
+        """See `objective.Objective`."""
         return ("final_latents", "sigmas")
 
     def prepare(
@@ -108,7 +108,7 @@ class ForwardProcess(Objective):
     def draw(
         self, seed: int, x0: Tensor, sigmas: Tensor | None, pairs: bool, rows: Tensor | int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Noise [B, W, …] and levels [B, W], fp32 on the CPU. ``rows`` are the numbers of this rank's rows in the whole
+        """Noise [B, W, …] and levels [B, W], fp32 on the CPU. `rows` are the numbers of this rank's rows in the whole
         mini-batch [B], or the first one's."""
         from sde_samplers import sample_generator
 
@@ -128,7 +128,7 @@ class ForwardProcess(Objective):
         return torch.stack(noise), torch.stack(levels)
 
     def inputs(self, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """Noised latents [b, …] at level ``step`` with their sigma [b], noise, and prompts."""
+        """Noised latents [b, …] at level `step` with their sigma [b], noise, and prompts."""
         x0, noise, sigma = micro_batch["final_latents"], micro_batch["noise"][:, step], micro_batch["sigma"][:, step]
         t = sigma.reshape(-1, *(1,) * (x0.ndim - 1))
         return {
@@ -207,7 +207,7 @@ def _levels(config: ForwardProcessConfig, table: Tensor | None, generator: torch
 
 
 class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
-    """An engine with that objective; see :class:`ForwardProcess` for its batches."""
+    """An engine with that objective; see `ForwardProcess` for its batches."""
 
     def __init__(
         self,

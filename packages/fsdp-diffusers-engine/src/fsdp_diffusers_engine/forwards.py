@@ -26,7 +26,7 @@ class Rows(NamedTuple):
     """Without: scores, the reference, the old policy."""
 
     def per_sample(self, samples: int) -> tuple[float, float]:
-        """The same for each of ``samples``."""
+        """The same for each of `samples`."""
         return self.with_grad / samples, self.without_grad / samples
 
 
@@ -35,7 +35,7 @@ class ForwardCounter:
 
     def __init__(self) -> None:
         self.rows = Rows()
-        """Rows since the last :meth:`take`."""
+        """Rows since the last `take`."""
         self._hook: RemovableHandle | None = None
 
     def watch(self, module: nn.Module) -> None:

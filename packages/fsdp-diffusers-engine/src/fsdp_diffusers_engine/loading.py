@@ -33,7 +33,7 @@ class WeightSource(Protocol):
     """Where a parameter's values come from."""
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
-        """The part ``index`` of tensor ``name``, whose whole shape is ``shape``, on any device."""
+        """The part `index` of tensor `name`, whose whole shape is `shape`, on any device."""
         ...
 
 
@@ -69,7 +69,7 @@ class SafetensorsSource:
             )
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
-        """See :class:`WeightSource`; refuses a tensor that is missing or has another shape."""
+        """See `WeightSource`; refuses a tensor that is missing or has another shape."""
         from safetensors import safe_open
 
         if name not in self.files:
@@ -93,7 +93,7 @@ class FolderSource:
         self.sources = {prefix: SafetensorsSource(folder) for prefix, folder in folders.items()}
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
-        """See :class:`WeightSource`."""
+        """See `WeightSource`."""
         prefix = max((p for p in self.sources if name.startswith(p)), key=len)
         return self.sources[prefix].read(name.removeprefix(prefix), shape, index)
 
@@ -101,7 +101,7 @@ class FolderSource:
 class RandomSource:
     """Random weights of a sane size for a model without a checkpoint, each tensor from (seed, its name).
 
-    Drawn on ``device``: twenty billion numbers take minutes on a CPU and seconds on a GPU (which draws others).
+    Drawn on `device`: twenty billion numbers take minutes on a CPU and seconds on a GPU (which draws others).
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -109,7 +109,7 @@ class RandomSource:
         self.device = device
 
     def read(self, name: str, shape: tuple[int, ...], index: tuple[slice, ...]) -> Tensor:
-        """See :class:`WeightSource`. Matrices N(0, 0.02²), norm weights 1, biases 0."""
+        """See `WeightSource`. Matrices N(0, 0.02²), norm weights 1, biases 0."""
         if len(shape) < 2:
             whole = torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
             return whole[index] if shape else whole
@@ -123,7 +123,7 @@ def build(
 ) -> tuple[nn.Module, WeightSource | None]:
     """The transformer without adapters.
 
-    Returns the module and, when it still lies on the meta device, the source of its weights; then :func:`materialise`
+    Returns the module and, when it still lies on the meta device, the source of its weights; then `materialise`
     has to follow once adapters are in and the module is sharded.
     """
     import diffusers
@@ -168,7 +168,7 @@ def _on_meta(transformer_class: Any, raw: dict[str, Any], dtype: torch.dtype) ->
 
 @torch.no_grad()
 def materialise(module: nn.Module, source: WeightSource, config: DiffusionModelConfig, device: torch.device) -> None:
-    """Give every meta parameter of ``module`` (sharded or not) storage on ``device`` and its values."""
+    """Give every meta parameter of `module` (sharded or not) storage on `device` and its values."""
     for owner, leaf, name, parameter in _meta_parameters(module):
         shape = tuple(parameter.shape)
         # Not DTensor.from_local: that would move a shard kept on the CPU (offload_policy) to the mesh's device.

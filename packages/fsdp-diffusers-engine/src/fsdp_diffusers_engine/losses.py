@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class DiffusionLoss:
-    """``diffusion_losses.diffusion_loss`` bound to a config: the loss function to hand to an engine.
+    """`diffusion_losses.diffusion_loss` bound to a config: the loss function to hand to an engine.
 
-    Any callable ``f(model_output=…, data=…, dp_group=…)`` that returns an object with ``loss`` and ``metrics`` will do in
-    its place; only losses that need a reference pass have to be of this class or carry their config as ``.config``.
+    Any callable `f(model_output=…, data=…, dp_group=…)` that returns an object with `loss` and `metrics` will do in
+    its place; only losses that need a reference pass have to be of this class or carry their config as `.config`.
     """
 
     def __init__(self, config: DiffusionLossConfig | str) -> None:
@@ -27,7 +27,7 @@ class DiffusionLoss:
     def __call__(
         self, model_output: Mapping[str, Any], data: Mapping[str, Any], dp_group: dist.ProcessGroup | None = None
     ) -> Any:
-        """The loss of one micro-batch; see ``diffusion_losses.diffusion_loss``."""
+        """The loss of one micro-batch; see `diffusion_losses.diffusion_loss`."""
         from diffusion_losses import diffusion_loss
 
         return diffusion_loss(self.config, model_output, data, dp_group=dp_group)
@@ -37,8 +37,8 @@ class FirstUpdateLoss(DiffusionLoss):
     """The same loss on the first update after a rollout; it also measures how far sampler and trainer are apart.
 
     While the weights are those that sampled, every difference is noise of the two code paths and not policy.
-    ``actor/noise_max`` is that noise in the units of the loss's own clip (``LossSpec.limit``), which means nothing below it;
-    ``actor/rollout_log_prob_diff_max`` is the difference of sampler's and trainer's log-probs.
+    `actor/noise_max` is that noise in the units of the loss's own clip (`LossSpec.limit`), which means nothing below it;
+    `actor/rollout_log_prob_diff_max` is the difference of sampler's and trainer's log-probs.
     """
 
     def __call__(
@@ -63,7 +63,7 @@ class FirstUpdateLoss(DiffusionLoss):
 
 
 def config_of(loss_function: Any) -> DiffusionLossConfig | None:
-    """The loss's config, where it can be found: ``.config``, or an argument of a ``functools.partial``."""
+    """The loss's config, where it can be found: `.config`, or an argument of a `functools.partial`."""
     config = getattr(loss_function, "config", None)
     if isinstance(loss_function, functools.partial):
         arguments = [*loss_function.args, *loss_function.keywords.values()]
@@ -72,7 +72,7 @@ def config_of(loss_function: Any) -> DiffusionLossConfig | None:
 
 
 def own_tensors(config: DiffusionLossConfig | None, data: Any = None) -> tuple[str, ...]:
-    """Names of the batch's tensors that only this loss reads; ``data``, when given, must have them."""
+    """Names of the batch's tensors that only this loss reads; `data`, when given, must have them."""
     names = () if config is None else config.own_tensors
     if data is not None:
         from . import batch
@@ -88,8 +88,8 @@ def joins_steps(config: DiffusionLossConfig | None) -> bool:
 
 
 def add_noise_scale_weights(tensors: dict[str, Tensor], data: Mapping[str, Any], device: torch.device) -> None:
-    """Put ``step_weights`` [B, W] for ``step_weighting="noise_scale"`` into a batch: they are normalised over the whole
-    window, which a loss that sees one step at a time cannot do. Reads the transitions' ``std`` [B, W]."""
+    """Put `step_weights` [B, W] for `step_weighting="noise_scale"` into a batch: they are normalised over the whole
+    window, which a loss that sees one step at a time cannot do. Reads the transitions' `std` [B, W]."""
     from diffusion_losses import noise_scale_weights
 
     from . import batch

@@ -11,6 +11,6 @@ from diffusion_losses.statistics import numbers, pool_statistics
 def reduce_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """One number per name, as the whole batch would give it; what counted nothing is left out.
 
-    Values are ``diffusion_losses.Statistic``, each of which says how it pools; a plain number counts as one element's.
+    Values are `diffusion_losses.Statistic`, each of which says how it pools; a plain number counts as one element's.
     """
     return numbers(pool_statistics(rows))

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from .config import DiffusionModelConfig
 
 LossFunction = Callable[..., Any]
-"""``f(model_output=…, data=…, dp_group=…)``; see :class:`~.losses.DiffusionLoss`."""
+"""`f(model_output=…, data=…, dp_group=…)`; see `losses.DiffusionLoss`."""
 
 ALL_STEPS = -1
-"""``step`` of a forward that covers all of a micro-batch's steps in one graph."""
+"""`step` of a forward that covers all of a micro-batch's steps in one graph."""
 
 
 class Policy(Protocol):
@@ -50,7 +50,7 @@ class Policy(Protocol):
         """Of the policy state that is active, [B, …] fp32."""
 
     def use_adapter(self, name: str) -> AbstractContextManager[None]:
-        """Make the policy state ``name`` active."""
+        """Make the policy state `name` active."""
 
 
 class Objective(ABC):
@@ -58,7 +58,7 @@ class Objective(ABC):
 
     @abstractmethod
     def reads(self, config: DiffusionLossConfig) -> tuple[str, ...]:
-        """What an update reads of a finished sample, beside its prompt and what :meth:`prepare` is given by the algorithm."""
+        """What an update reads of a finished sample, beside its prompt and what `prepare` is given by the algorithm."""
 
     @abstractmethod
     def prepare(
@@ -81,9 +81,9 @@ class Objective(ABC):
 def cut(
     layout: sharding.Layout, data: TensorDict, tensors: Mapping[str, Tensor], counted: float, unit: int = 1
 ) -> list[dict[str, Any]]:
-    """Micro-batches of ``micro_batch_size`` samples (a multiple of ``unit``), each with the batch's ``global_count``.
+    """Micro-batches of `micro_batch_size` samples (a multiple of `unit`), each with the batch's `global_count`.
 
-    ``counted`` is this rank's number of counted elements; the sum over ranks is used unless the batch brings its own.
+    `counted` is this rank's number of counted elements; the sum over ranks is used unless the batch brings its own.
     """
     count = batch.batch_size(tensors)
     size = int(batch.plain(data, "micro_batch_size", count))

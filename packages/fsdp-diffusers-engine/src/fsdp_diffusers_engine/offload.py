@@ -14,7 +14,7 @@ def activations_on_cpu() -> Iterator[None]:
     """What a forward inside saves for its backward waits on the CPU, in pinned memory where there is a GPU.
 
     Weights stay: a linear layer saves its own for the gradient of its input, and without checkpointing a copy of every
-    one would cross the bus in every forward (``torch.autograd.graph.save_on_cpu`` does that). Copies are queued on the
+    one would cross the bus in every forward (`torch.autograd.graph.save_on_cpu` does that). Copies are queued on the
     stream, so forward does not wait for them, and keep their strides, so that backward runs the same kernels.
     """
     with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
@@ -42,7 +42,7 @@ def _unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
 
 
 def move_module(module: nn.Module, device: torch.device, *, grad: bool = True) -> None:
-    """Move parameters, buffers and (``grad``) gradients; parameter objects stay the same, so the optimizer still
+    """Move parameters, buffers and (`grad`) gradients; parameter objects stay the same, so the optimizer still
     knows them. A module that is there already is not touched."""
     if all(p.device == device for p in module.parameters()) and all(b.device == device for b in module.buffers()):
         return

@@ -33,7 +33,7 @@ def check_optimizer_config(config: FSDPOptimizerConfig) -> None:
 
 
 def lr_factor(config: FSDPOptimizerConfig, step: int) -> float:
-    """What the peak rate is multiplied with at optimizer step ``step`` (the first step is 0)."""
+    """What the peak rate is multiplied with at optimizer step `step` (the first step is 0)."""
     warmup = config.lr_warmup_steps
     if step < warmup:
         return (step + 1) / (warmup + 1)
@@ -45,7 +45,7 @@ def lr_factor(config: FSDPOptimizerConfig, step: int) -> float:
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over ``parameters``; fused on CUDA, where one launch replaces hundreds."""
+    """AdamW over `parameters`; fused on CUDA, where one launch replaces hundreds."""
     params = list(parameters)
     return torch.optim.AdamW(
         params,
@@ -58,7 +58,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerCon
 
 
 class LRSchedule:
-    """Sets the learning rate of every parameter group to ``lr * lr_factor(step)``.
+    """Sets the learning rate of every parameter group to `lr * lr_factor(step)`.
 
     The rate is a function of the step and the config alone, so a resumed run needs the step and may change the config.
     """
@@ -71,7 +71,7 @@ class LRSchedule:
         self.set_step(0)
 
     def set_step(self, step: int) -> None:
-        """Go to ``step``."""
+        """Go to `step`."""
         self.last_epoch = step
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr * lr_factor(self.config, step)
@@ -95,14 +95,14 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients in place so that their norm is at most ``max_norm`` (torch's rule, with its 1e-6)."""
+    """Scale gradients in place so that their norm is at most `max_norm` (torch's rule, with its 1e-6)."""
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
 
 def moments(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], *, create: bool
 ) -> dict[str, Tensor]:
-    """AdamW's moments, live, as ``optimizer.<parameter>.<moment>``; ``create`` makes those that no step has made yet."""
+    """AdamW's moments, live, as `optimizer.<parameter>.<moment>`; `create` makes those that no step has made yet."""
     found: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         state = optimizer.state[parameter] if create else optimizer.state.get(parameter, {})

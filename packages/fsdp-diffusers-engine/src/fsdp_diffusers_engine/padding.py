@@ -2,7 +2,7 @@
 
 A batch padded to its longest prompt spends memory and bandwidth on zeros. Between processes the embeddings travel as
 jagged tensors; a micro-batch pads again to its own longest prompt. Nothing is ever cropped: masks must be left-aligned
-(``1…10…0``), anything else is refused.
+(`1…10…0`), anything else is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PREFIXES = ("", "negative_")
 def lengths_of(mask: Tensor, key: str) -> list[int]:
     """Valid tokens per row of a mask [B, S].
 
-    Errors: :class:`EngineError` for a mask that is not left-aligned, or has an empty row, naming the row.
+    Errors: `EngineError` for a mask that is not left-aligned, or has an empty row, naming the row.
     """
     valid = mask.bool()
     lengths = valid.sum(dim=1)
@@ -82,17 +82,17 @@ def pad_jagged(embeds: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def narrow_jagged(embeds: Tensor, start: int, stop: int) -> Tensor:
-    """Rows ``start:stop`` of a jagged tensor."""
+    """Rows `start:stop` of a jagged tensor."""
     offsets = _offsets(embeds)
     first, last = int(offsets[start]), int(offsets[stop])
     return torch.nested.nested_tensor_from_jagged(embeds.values()[first:last], offsets[start : stop + 1] - first)
 
 
 def embeds_padding_2_no_padding(data: TensorDict) -> TensorDict:
-    """Replace padded ``prompt_embeds`` and ``negative_prompt_embeds`` [B, S, C] by jagged tensors, and masks likewise.
+    """Replace padded `prompt_embeds` and `negative_prompt_embeds` [B, S, C] by jagged tensors, and masks likewise.
 
     A missing mask leaves all S tokens of a row. Embeddings that are jagged already, or absent, are left as they are.
-    Returns ``data``, changed in place. Errors: :class:`EngineError` for a mask that is not left-aligned.
+    Returns `data`, changed in place. Errors: `EngineError` for a mask that is not left-aligned.
     """
     for prefix in _PREFIXES:
         key, mask_key = f"{prefix}prompt_embeds", f"{prefix}prompt_embeds_mask"
@@ -107,7 +107,7 @@ def embeds_padding_2_no_padding(data: TensorDict) -> TensorDict:
 
 
 def embeds_no_padding_2_padding(data: TensorDict) -> TensorDict:
-    """The way back: jagged embeddings become padded ones with a bool mask [B, S]. Changes ``data`` in place."""
+    """The way back: jagged embeddings become padded ones with a bool mask [B, S]. Changes `data` in place."""
     for prefix in _PREFIXES:
         key = f"{prefix}prompt_embeds"
         if key in data.keys() and data[key].is_nested:  # noqa: SIM118

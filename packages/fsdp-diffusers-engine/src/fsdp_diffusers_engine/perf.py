@@ -31,7 +31,7 @@ _PEAK_BF16 = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float | None = None) -> float:
-    """Operations per second of one device in ``dtype``: the override, the table (bf16), or a measured matrix product."""
+    """Operations per second of one device in `dtype`: the override, the table (bf16), or a measured matrix product."""
     if override_tflops is not None:
         return override_tflops * 1e12
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
@@ -44,7 +44,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float 
 
 @lru_cache(maxsize=8)
 def measured_flops(kind: str, index: int, dtype: torch.dtype) -> float:
-    """Operations per second of a large square matrix product on device ``index`` of ``kind``."""
+    """Operations per second of a large square matrix product on device `index` of `kind`."""
     device = torch.device(kind, index) if kind != "cpu" else torch.device("cpu")
     size = 8192 if kind == "cuda" else 768
     a = torch.randn(size, size, device=device, dtype=dtype)
@@ -61,7 +61,7 @@ def measured_flops(kind: str, index: int, dtype: torch.dtype) -> float:
 
 
 def training_flops(engine: DiffusersFSDPEngine, rows: Rows, settings: Sampling, text_tokens: int) -> float:
-    """Operations of an update that forwarded ``rows``: one forward each, and a backward for those with a gradient.
+    """Operations of an update that forwarded `rows`: one forward each, and a backward for those with a gradient.
 
     What activation checkpointing computes a second time is a cost and not work, so it is not counted.
     """

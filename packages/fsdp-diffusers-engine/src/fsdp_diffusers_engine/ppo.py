@@ -1,10 +1,10 @@
 """Policy gradients: replay trained steps of a rollout and score them (FlowGRPO, MixGRPO, GRPO-Guard, …).
 
-B samples, W trained steps, K sampler steps, S prompt tokens, C channels, ``…`` the latent's own shape.
+B samples, W trained steps, K sampler steps, S prompt tokens, C channels, `…` the latent's own shape.
 
 A rollout stored, for each trained step, the latent before and after it. The policy's log-probability of that
 transition is the density of the stored next latent under the transition that the present weights give: one forward of
-the transformer and ``sde_samplers.sde_step``, the same two calls that the rollout made, so that with unchanged weights
+the transformer and `sde_samplers.sde_step`, the same two calls that the rollout made, so that with unchanged weights
 the log-ratio is zero up to the rounding of one forward.
 """
 
@@ -46,20 +46,20 @@ _PER_SAMPLE_OR_STEP = ("advantages", "mask")
 class Replay(Objective):
     """Objective of losses on the log-probability of sampled transitions.
 
-    Batch: ``latents``, ``next_latents`` [B, W, …] fp32, ``step_index`` [B, W], ``sigmas`` [B, K+1] or [K+1] fp32,
-    ``prompt_embeds`` [B, S, C] with ``prompt_embeds_mask`` [B, S] (or jagged), ``negative_prompt_embeds`` with mask
-    when ``true_cfg_scale`` asks for them, ``pooled_prompt_embeds`` where the model takes them. For training:
-    ``advantages`` [B] or [B, W], ``old_log_probs`` [B, W] (the rollout's own when absent), and what the loss needs of
-    ``old_means``, ``ref_means`` [B, W, …], ``step_weights`` [B, W], ``mask`` [B] or [B, W] (which elements count), and the
-    tensors that the loss's ``LossSpec.reads`` names beside these, [B] or [B, W, …].
-    Non-tensor data: ``micro_batch_size``, and ``settings``, the ``sde_samplers.SamplerSettings`` that drew it; optionally
-    ``global_count``, the number of counted (sample, step) elements of the whole mini-batch over all ranks.
+    Batch: `latents`, `next_latents` [B, W, …] fp32, `step_index` [B, W], `sigmas` [B, K+1] or [K+1] fp32,
+    `prompt_embeds` [B, S, C] with `prompt_embeds_mask` [B, S] (or jagged), `negative_prompt_embeds` with mask
+    when `true_cfg_scale` asks for them, `pooled_prompt_embeds` where the model takes them. For training:
+    `advantages` [B] or [B, W], `old_log_probs` [B, W] (the rollout's own when absent), and what the loss needs of
+    `old_means`, `ref_means` [B, W, …], `step_weights` [B, W], `mask` [B] or [B, W] (which elements count), and the
+    tensors that the loss's `LossSpec.reads` names beside these, [B] or [B, W, …].
+    Non-tensor data: `micro_batch_size`, and `settings`, the `sde_samplers.SamplerSettings` that drew it; optionally
+    `global_count`, the number of counted (sample, step) elements of the whole mini-batch over all ranks.
 
-    A forward-only pass returns ``log_probs``, ``std`` [b, W] and ``means`` [b, W, …] per micro-batch.
+    A forward-only pass returns `log_probs`, `std` [b, W] and `means` [b, W, …] per micro-batch.
     """
 
     def reads(self, config: DiffusionLossConfig) -> tuple[str, ...]:
-        """See :class:`~.objective.Objective`."""
+        """See `objective.Objective`."""
         std = ("std",) if config.resolved_step_weighting == "noise_scale" else ()
         return (*_TRAJECTORY, "rollout_log_probs", *std)
 
@@ -102,7 +102,7 @@ class Replay(Objective):
         ], steps
 
     def inputs(self, policy: Policy, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """Inputs of trained step ``step``: latents [b, …], prompts, sigma [b], and the transition's three sigmas,
+        """Inputs of trained step `step`: latents [b, …], prompts, sigma [b], and the transition's three sigmas,
         which are plain numbers where all samples share them (then the arithmetic is the rollout's own, to the bit)."""
         rows = torch.arange(len(micro_batch["step_index"]))
         index = micro_batch["step_index"][:, step]
@@ -122,7 +122,7 @@ class Replay(Objective):
         }
 
     def score(self, velocity: Tensor, inputs: Mapping[str, Any], settings: SamplerSettings) -> dict[str, Any]:
-        """Score the stored transition: ``log_probs``, ``std`` [b], ``means``, ``velocity`` [b, …]."""
+        """Score the stored transition: `log_probs`, `std` [b], `means`, `velocity` [b, …]."""
         step = sde_step(
             inputs["latents"],
             velocity,
@@ -155,7 +155,7 @@ class Replay(Objective):
         forward_only: bool,
         step: int,
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Replay trained step ``step`` of a micro-batch (:data:`~.objective.ALL_STEPS`: all of them in one graph).
+        """Replay trained step `step` of a micro-batch (`objective.ALL_STEPS`: all of them in one graph).
 
         The reference policy's transition is computed here, without gradient, when the loss wants it and the batch has
         none: with a LoRA that is one more forward with adapters off, and no second model.
@@ -188,7 +188,7 @@ class Replay(Objective):
 
 
 class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
-    """An engine that replays; see :class:`Replay` for its batches, :class:`DiffusersFSDPEngine` for its arguments."""
+    """An engine that replays; see `Replay` for its batches, `DiffusersFSDPEngine` for its arguments."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def dtype_of(name: str, field: str) -> torch.dtype:
-    """The torch dtype for a config's name; ``field`` is named in the error."""
+    """The torch dtype for a config's name; `field` is named in the error."""
     if name not in DTYPES:
         raise EngineError(
             f"{field}={name!r} is not a dtype known here; use one of {sorted(DTYPES)} (nearest: {nearest(name, DTYPES)[0]!r})"
@@ -27,7 +27,7 @@ def dtype_of(name: str, field: str) -> torch.dtype:
 
 
 def keep_adapters_in(module: nn.Module, dtype: torch.dtype) -> None:
-    """Store every adapter matrix of a PEFT-injected ``module`` in ``dtype``, and compute it in its input's."""
+    """Store every adapter matrix of a PEFT-injected `module` in `dtype`, and compute it in its input's."""
     from peft.tuners.lora import Linear, LoraLayer
 
     from .adapted_linear import AdaptedLinear

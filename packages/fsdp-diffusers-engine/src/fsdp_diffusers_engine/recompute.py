@@ -35,7 +35,7 @@ class Recompute:
         """Shapes of a block's inputs → how many blocks are recomputed."""
 
     def __call__(self, block: Callable[..., Any], *args: Any) -> Any:
-        """``block(*args)``, its activations kept or not."""
+        """`block(*args)`, its activations kept or not."""
         place = self._place.get(id(block))
         if place is None:  # a refiner or another part outside the repeated blocks: few, and none was counted
             return checkpoint(block, *args, use_reentrant=False)
@@ -66,7 +66,7 @@ class Recompute:
 
 
 def blocks_to_recompute(blocks: int, free: float, kept: float, passed_on: float) -> int:
-    """How many of ``blocks`` have to be recomputed.
+    """How many of `blocks` have to be recomputed.
 
     Args:
         free: bytes. kept: bytes that one block's activations take, its outputs included. passed_on: bytes of the outputs, which

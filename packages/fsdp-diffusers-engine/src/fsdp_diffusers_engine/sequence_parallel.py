@@ -2,7 +2,7 @@
 
 diffusers declares per transformer where tokens are split and gathered (its context-parallel plan); attention exchanges
 heads for tokens by all-to-all, forward and backward. Everything before the split is computed on every rank, and each
-rank's gradient then covers its own tokens; :attr:`~.sharding.Layout.loss_scale` turns FSDP2's mean over ranks back into
+rank's gradient then covers its own tokens; `sharding.Layout.loss_scale` turns FSDP2's mean over ranks back into
 their sum.
 """
 
@@ -18,10 +18,10 @@ from .sharding import Layout
 
 
 def enable_ulysses(module: nn.Module, layout: Layout, device: torch.device) -> None:
-    """Split tokens over the ranks of ``layout.sequence_mesh``, in place.
+    """Split tokens over the ranks of `layout.sequence_mesh`, in place.
 
-    Does what diffusers' ``enable_parallelism`` does, without its assumption that the ranks compute on the machine's
-    accelerator (gloo on CPUs works here too). Errors: :class:`EngineError` without a plan, or for heads that do not divide.
+    Does what diffusers' `enable_parallelism` does, without its assumption that the ranks compute on the machine's
+    accelerator (gloo on CPUs works here too). Errors: `EngineError` without a plan, or for heads that do not divide.
     """
     from diffusers.hooks.context_parallel import apply_context_parallel
     from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig

@@ -1,9 +1,9 @@
 """Ranks, meshes, FSDP2, and whole copies.
 
-N ranks are dp x sp: data-parallel groups of ``sp`` ranks that share the tokens of the same samples. Each rank holds the whole
+N ranks are dp x sp: data-parallel groups of `sp` ranks that share the tokens of the same samples. Each rank holds the whole
 module, and the trained part's gradient is reduced once per optimizer step; or parameters are sharded over all N (or over
-``fsdp_size`` of them, and replicated between such groups). Gradients are averaged over all N;
-:attr:`Layout.loss_scale` makes that the mean over dp, which is what the losses count with.
+`fsdp_size` of them, and replicated between such groups). Gradients are averaged over all N;
+`Layout.loss_scale` makes that the mean over dp, which is what the losses count with.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Layout:
 
 
 def pick_device(config: FSDPEngineConfig) -> torch.device:
-    """The configured device, or CUDA card ``LOCAL_RANK``, or the CPU."""
+    """The configured device, or CUDA card `LOCAL_RANK`, or the CPU."""
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type != "cuda":
         return device
@@ -75,9 +75,9 @@ def pick_device(config: FSDPEngineConfig) -> torch.device:
 
 
 def make_layout(config: FSDPEngineConfig, device: torch.device) -> Layout:
-    """The layout that ``config`` asks for among the ranks of the default process group.
+    """The layout that `config` asks for among the ranks of the default process group.
 
-    Errors: :class:`EngineError` for sizes that do not divide the world size.
+    Errors: `EngineError` for sizes that do not divide the world size.
     """
     if config.sharding not in _SHARDING:
         raise EngineError(f"sharding={config.sharding!r} is unknown; use one of {_SHARDING}")
@@ -145,7 +145,7 @@ def blocks_of(module: nn.Module, config: DiffusionModelConfig) -> list[nn.Module
 
 
 def shard(module: nn.Module, blocks: Sequence[nn.Module], layout: Layout, config: FSDPEngineConfig) -> None:
-    """Apply ``fully_shard`` to every block and then to the rest of ``module``, in place."""
+    """Apply `fully_shard` to every block and then to the rest of `module`, in place."""
     options: dict[str, Any] = {
         "mesh": layout.shard_mesh,
         "reshard_after_forward": config.reshard_after_forward,
@@ -201,7 +201,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], layout: Layout) -> Non
 
 
 def first_row(count: int, group: dist.ProcessGroup | None) -> int:
-    """Position of this rank's first row in the batch over all ranks, of which it holds ``count`` rows."""
+    """Position of this rank's first row in the batch over all ranks, of which it holds `count` rows."""
     if group is None:
         return 0
     device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
@@ -212,7 +212,7 @@ def first_row(count: int, group: dist.ProcessGroup | None) -> int:
 
 
 def all_reduce_number(value: float, group: dist.ProcessGroup | None, op: Any = dist.ReduceOp.SUM) -> float:
-    """A number reduced over ``group``; itself when there is no group."""
+    """A number reduced over `group`; itself when there is no group."""
     if group is None:
         return value
     device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"

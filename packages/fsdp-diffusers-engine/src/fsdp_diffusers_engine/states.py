@@ -19,7 +19,7 @@ from .errors import EngineError, nearest
 
 
 class WeightStates:
-    """Copies of ``parameters`` by name of the state.
+    """Copies of `parameters` by name of the state.
 
     Args:
         parameters: name → trained parameter; shards stay shards.
@@ -46,7 +46,7 @@ class WeightStates:
 
     @contextmanager
     def use(self, name: str) -> Iterator[None]:
-        """Run with the weights of state ``name``; re-entrant for the same name."""
+        """Run with the weights of state `name`; re-entrant for the same name."""
         if name in ("default", self.active):
             if name == "default" and self.active is not None:
                 raise EngineError(f"'default' was asked for inside use_adapter({self.active!r}); leave that first")
@@ -74,7 +74,7 @@ class WeightStates:
 
     @torch.no_grad()
     def blend(self, source: str, target: str, decay: float) -> None:
-        """``target ← decay · target + (1 - decay) · source``; decay 0 copies."""
+        """`target ← decay · target + (1 - decay) · source`; decay 0 copies."""
         if not 0.0 <= decay <= 1.0:
             raise EngineError(f"decay={decay!r} must be in [0, 1]")
         if self.active is not None:
@@ -95,7 +95,7 @@ class WeightStates:
 class PolicyStatesMixin(LoRAAdapterMixin):
     """The engine's named policies behind one set of calls, whichever way they are kept.
 
-    ``states`` is None while adapters are trained: then a policy state is an adapter.
+    `states` is None while adapters are trained: then a policy state is an adapter.
     """
 
     states: WeightStates | None
@@ -106,7 +106,7 @@ class PolicyStatesMixin(LoRAAdapterMixin):
 
     @contextmanager
     def use_adapter(self, name: str) -> Iterator[None]:
-        """Run with the policy state ``name``; ``reference`` is the base (LoRA) or the kept start (full)."""
+        """Run with the policy state `name`; `reference` is the base (LoRA) or the kept start (full)."""
         self._need("use_adapter")
         known = [adapters.REFERENCE, *adapter_names(self.module)]
         if self.states is None and name not in known:
@@ -132,7 +132,7 @@ class PolicyStatesMixin(LoRAAdapterMixin):
             self.states.blend(source, target, 0.0)
 
     def ema_update_adapter(self, source: str = adapters.TRAINED, target: str = "old", decay: float = 0.0) -> None:
-        """``target ← decay · target + (1 - decay) · source``."""
+        """`target ← decay · target + (1 - decay) · source`."""
         self._need("ema_update_adapter")
         if self.states is None:
             super().ema_update_adapter(source, target, decay)

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def resolve_targets(names: Sequence[str], config: DiffusionModelConfig, spec: ModelSpec) -> list[str] | str:
-    """What PEFT's ``target_modules`` should be; every entry of it matches at least one layer.
+    """What PEFT's `target_modules` should be; every entry of it matches at least one layer.
 
     Args:
         names: of the transformer's linear layers.
 
     Raises:
-        EngineError: an entry that matches nothing, with the names most like it, or an ``exclude_modules`` that leaves nothing.
+        EngineError: an entry that matches nothing, with the names most like it, or an `exclude_modules` that leaves nothing.
     """
     target = config.target_modules
     if isinstance(target, str) and target in ("all-linear", "attention"):
@@ -44,7 +44,7 @@ def resolve_targets(names: Sequence[str], config: DiffusionModelConfig, spec: Mo
 
 
 def adapted(names: Sequence[str], target: Any, exclude: Any) -> list[str]:
-    """The layers that get an adapter, for a ``target`` of `resolve_targets`."""
+    """The layers that get an adapter, for a `target` of `resolve_targets`."""
     return [
         name
         for name in names

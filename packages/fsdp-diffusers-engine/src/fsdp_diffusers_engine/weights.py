@@ -21,10 +21,10 @@ def per_tensor(
 ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
     """Whole tensors by name, and the adapter's PEFT config when the tensors are an adapter's.
 
-    * full fine-tuning (``states``): every weight under its stock diffusers name, of the policy state ``policy``;
-    * LoRA, ``base_sync_done``: the adapter ``policy`` under PEFT-neutral names, with its config;
-    * LoRA, not ``base_sync_done``: the frozen base, which a rollout needs once before adapters make sense;
-    * LoRA with ``merge``: every weight with the adapter folded in, without a config.
+    * full fine-tuning (`states`): every weight under its stock diffusers name, of the policy state `policy`;
+    * LoRA, `base_sync_done`: the adapter `policy` under PEFT-neutral names, with its config;
+    * LoRA, not `base_sync_done`: the frozen base, which a rollout needs once before adapters make sense;
+    * LoRA with `merge`: every weight with the adapter folded in, without a config.
 
     Tensors are gathered one at a time, so every rank has to take all of them.
     """
@@ -48,9 +48,9 @@ def peft_config(module: nn.Module, name: str) -> dict[str, Any]:
 
 
 def export_lora(module: nn.Module, folder: Path, architecture: str, version: int, *, write: bool) -> None:
-    """Write the trained adapter as stock diffusers loads it (``pipeline.load_lora_weights(folder)``).
+    """Write the trained adapter as stock diffusers loads it (`pipeline.load_lora_weights(folder)`).
 
-    A collective: all ranks gather, the one with ``write`` writes.
+    A collective: all ranks gather, the one with `write` writes.
     """
     payload = extract_lora(module, adapters.TRAINED, version=version)
     if write:
@@ -61,9 +61,9 @@ def export_lora(module: nn.Module, folder: Path, architecture: str, version: int
 def export_transformer(
     module: nn.Module, lora: bool, transformer_class: str, parts: Iterable[str], folder: Path, *, write: bool
 ) -> None:
-    """Write the whole transformer, the trained adapter folded in, as ``from_pretrained`` loads it. A collective, as above.
+    """Write the whole transformer, the trained adapter folded in, as `from_pretrained` loads it. A collective, as above.
 
-    ``transformer_class`` is diffusers' name; ``parts`` are the name prefixes of the transformers inside the module: one
+    `transformer_class` is diffusers' name; `parts` are the name prefixes of the transformers inside the module: one
     empty one, or Wan's two.
     """
     tensors = {}

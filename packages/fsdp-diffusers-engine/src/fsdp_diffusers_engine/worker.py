@@ -1,8 +1,8 @@
 """`TrainingWorker`: an engine behind a few calls that cross process borders.
 
-The fine calls are those of Tinker (https://thinkingmachines.ai/tinker/): ``forward_backward``, ``optim_step``,
-``save_weights``, ``save_state``, ``load_state``. ``train_mini_batch`` is the coarse one: mini-batches, epochs, shuffling.
-The class is plain Python; :func:`remote_workers` makes Ray actors of it, one per rank.
+The fine calls are those of Tinker (https://thinkingmachines.ai/tinker/): `forward_backward`, `optim_step`,
+`save_weights`, `save_state`, `load_state`. `train_mini_batch` is the coarse one: mini-batches, epochs, shuffling.
+The class is plain Python; `remote_workers` makes Ray actors of it, one per rank.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class TrainingWorker:
         self._ready = True
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move by hand; see :meth:`DiffusersFSDPEngine.to`."""
+        """Move by hand; see `DiffusersFSDPEngine.to`."""
         self._engine.to(device, model, optimizer, grad)
 
     @property
@@ -97,12 +97,12 @@ class TrainingWorker:
     # ------------------------------------------------------------------ fine calls
 
     def forward_backward(self, data: TensorDict, loss: DiffusionLossConfig | str | None = None) -> dict[str, float]:
-        """Add the gradient of ``loss`` (the actor's own by default) on this rank's samples; returns its metrics."""
+        """Add the gradient of `loss` (the actor's own by default) on this rank's samples; returns its metrics."""
         function = DiffusionLoss(self.config.actor.diffusion_loss if loss is None else loss)
         return reduce_metrics(self._engine.forward_backward(self._sized(data), function))
 
     def optim_step(self, params: dict[str, float] | None = None) -> dict[str, float]:
-        """Clip and step. ``params`` may set ``lr`` for this step and ``weight_decay`` from now on."""
+        """Clip and step. `params` may set `lr` for this step and `weight_decay` from now on."""
         engine = self._engine
         for name, value in (params or {}).items():
             if name not in ("lr", "weight_decay"):
@@ -113,7 +113,7 @@ class TrainingWorker:
             return engine.step()
 
     def compute_log_prob(self, data: TensorDict, adapter: str = "default") -> TensorDict:
-        """Scores of the samples under a policy state (``reference``: adapters off): see the engine's forward-only pass."""
+        """Scores of the samples under a policy state (`reference`: adapters off): see the engine's forward-only pass."""
         engine = self._engine
         size = self.config.actor.log_prob_micro_batch_size_per_gpu
         engine.forwards.take()  # what a rollout with the same weights forwarded is its own to report
@@ -125,13 +125,13 @@ class TrainingWorker:
         return TensorDict({k: v.cpu() for k, v in scores.items()}, batch_size=[len(next(iter(scores.values())))])
 
     def take_forwards(self) -> dict[str, float]:
-        """What :meth:`compute_log_prob` spent since the last take: ``forwards/log_prob``, rows per sample over its calls
-        (old and reference policy, say). An update's own are in the metrics of :meth:`train_mini_batch`."""
+        """What `compute_log_prob` spent since the last take: `forwards/log_prob`, rows per sample over its calls
+        (old and reference policy, say). An update's own are in the metrics of `train_mini_batch`."""
         spent, self._spent = self._spent, {}
         return spent
 
     def save_weights(self, name: str = "default", version: int | None = None) -> LoRAPayload:
-        """Weights for a sampler: the adapter ``name`` as a payload on the host, with version, hash and the fingerprint of the
+        """Weights for a sampler: the adapter `name` as a payload on the host, with version, hash and the fingerprint of the
         base (16 elements of each parameter, read at the first call: the base is frozen). All ranks call it."""
         from lora_sync import extract_lora, fingerprint
 
@@ -152,26 +152,26 @@ class TrainingWorker:
         return self._engine.load_checkpoint(path)
 
     def update_old_policy(self, decay: float = 0.0, target: str = "old") -> None:
-        """``target ← decay · target + (1 - decay) · default``."""
+        """`target ← decay · target + (1 - decay) · default`."""
         self._engine.ema_update_adapter("default", target, decay)
 
     # ------------------------------------------------------------------ coarse call
 
     def train_mini_batch(self, data: TensorDict) -> TensorDict:
-        """Optimizer steps over this rank's samples: ``ppo_epochs`` passes in mini-batches of ``ppo_mini_batch_size``
+        """Optimizer steps over this rank's samples: `ppo_epochs` passes in mini-batches of `ppo_mini_batch_size`
         samples over all ranks.
 
-        A mini-batch is made of the same samples whatever the number of ranks. ``row`` int64 [b] says which sample of all
+        A mini-batch is made of the same samples whatever the number of ranks. `row` int64 [b] says which sample of all
         ranks' each one is, -1 one that is not trained; without it a rank's samples follow those of the ranks before. Ranks
         with fewer samples of a mini-batch fill up with masked ones.
 
-        Non-tensor data: ``global_step`` (seeds the shuffle and the noise); ``mini_batches`` asks for that many whatever the
+        Non-tensor data: `global_step` (seeds the shuffle and the noise); `mini_batches` asks for that many whatever the
         number of samples, for a batch of which some were left out: smaller mini-batches then, not fewer steps;
-        ``whole_micro_batches`` fills up the last micro-batch too.
+        `whole_micro_batches` fills up the last micro-batch too.
 
-        Returns a TensorDict whose ``metrics`` is one dict of numbers for the call on this rank; ``forwards/train`` and
-        ``forwards/no_grad`` among them are the rows that were forwarded with and without gradients, per sample. Its
-        ``statistics`` are the same in the form that pools over ranks (``diffusion_losses.pool_statistics``).
+        Returns a TensorDict whose `metrics` is one dict of numbers for the call on this rank; `forwards/train` and
+        `forwards/no_grad` among them are the rows that were forwarded with and without gradients, per sample. Its
+        `statistics` are the same in the form that pools over ranks (`diffusion_losses.pool_statistics`).
         """
         engine, actor = self._engine, self.config.actor
         step, group = int(batch.plain(data, "global_step", 0)), self._engine.layout.dp_group
@@ -231,7 +231,7 @@ class TrainingWorker:
 
 
 def _filled(mini: TensorDict, data: TensorDict, count: int) -> TensorDict:
-    """``count`` rows: those of ``mini``, and masked ones from the start of ``data``."""
+    """`count` rows: those of `mini`, and masked ones from the start of `data`."""
     missing = count - len(mini)
     if not missing:
         return mini
@@ -260,7 +260,7 @@ def _noise_seed(seed: int, step: int, epoch: int, number: int) -> int:
 
 
 def _interface_to(init_method: str) -> str | None:
-    """The network interface by which this machine reaches ``tcp://HOST:PORT``; None where that cannot be told."""
+    """The network interface by which this machine reaches `tcp://HOST:PORT`; None where that cannot be told."""
     import psutil
 
     place = urlsplit(init_method)
@@ -278,7 +278,7 @@ def _interface_to(init_method: str) -> str | None:
 
 
 def meeting_point() -> str:
-    """``tcp://ADDRESS:PORT`` with a free port of this machine, at the address by which Ray's other nodes know it.
+    """`tcp://ADDRESS:PORT` with a free port of this machine, at the address by which Ray's other nodes know it.
 
     The host's own name is not asked: it resolves to 127.0.0.1 on many machines, and to nothing on others.
     """
@@ -305,9 +305,9 @@ class _Rank(TrainingWorker):
 
 
 def remote_workers(config: TrainingWorkerConfig, num_workers: int = 1, **options: Any) -> list[Any]:
-    """``num_workers`` Ray actors, one per rank, joined into one group; ``options`` go to ``ray.remote``.
+    """`num_workers` Ray actors, one per rank, joined into one group; `options` go to `ray.remote`.
 
-    ``config.init_method`` is replaced by an address of the first actor's node.
+    `config.init_method` is replaced by an address of the first actor's node.
     """
     # Else Ray's hook, under `uv run`, starts every worker through `uv run` in an uploaded copy of the folder.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")

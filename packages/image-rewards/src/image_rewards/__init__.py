@@ -1,7 +1,7 @@
 """Rewards for generated images and videos: scored, combined, served, and never silently zero."""
 
-from image_rewards.base import PerSampleReward, Reward, RewardResult, RewardSample
-from image_rewards.errors import (
+from .base import PerSampleReward, Reward, RewardResult, RewardSample
+from .errors import (
     MissingExtraError,
     PromptFileError,
     RewardConfigError,
@@ -13,7 +13,7 @@ from image_rewards.errors import (
     RewardWorkerError,
     UnknownRewardError,
 )
-from image_rewards.registry import available, load
+from .registry import available, load
 
 __all__ = [
     "MissingExtraError",

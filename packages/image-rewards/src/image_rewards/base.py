@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from image_rewards.errors import RewardError, RewardInputError, RewardServiceError, require
+from .errors import RewardError, RewardInputError, RewardServiceError, require
 
 MAX_PIXELS = 1 << 24  # per frame: 4096 x 4096
 MAX_TOTAL_PIXELS = 1 << 27  # per video: 128 frames of 1024 x 1024

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from image_rewards.base import RewardResult, RewardSample
-from image_rewards.errors import RewardServiceError, RewardTimeoutError, require
-from image_rewards.manager import ImageRewardManager
+from .base import RewardResult, RewardSample
+from .errors import RewardServiceError, RewardTimeoutError, require
+from .manager import ImageRewardManager
 
 
 class OverloadedError(RewardServiceError):

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from image_rewards.base import RewardResult, RewardSample
-from image_rewards.checkpoints import split_image_reward
-from image_rewards.clip import mlp_head
-from image_rewards.model import ModelReward, fill, load_state, need_prompt, processor_of
+from .base import RewardResult, RewardSample
+from .checkpoints import split_image_reward
+from .clip import mlp_head
+from .model import ModelReward, fill, load_state, need_prompt, processor_of
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # published with the weights
 TEXT_TOKENS = 35

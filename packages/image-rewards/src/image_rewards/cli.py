@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from image_rewards.base import Reward, RewardResult
-from image_rewards.batching import Limits
-from image_rewards.errors import RewardConfigError, RewardError, RewardTargetError
-from image_rewards.folders import read_samples
-from image_rewards.prompt_files import read_prompts
-from image_rewards.registry import available, load
-from image_rewards.sheet import by_score, contact_sheet
-from image_rewards.targets import check_prompts
+from .base import Reward, RewardResult
+from .batching import Limits
+from .errors import RewardConfigError, RewardError, RewardTargetError
+from .folders import read_samples
+from .prompt_files import read_prompts
+from .registry import available, load
+from .sheet import by_score, contact_sheet
+from .targets import check_prompts
 
 TOKEN_ENV = "IMAGE_REWARDS_TOKEN"
 
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_score(reward, arguments)
         if arguments.command == "check":
             return run_check(reward, arguments.paths)
-        from image_rewards.server import serve
+        from .server import serve
 
         limits = Limits(
             body_bytes=arguments.max_body_mb << 20,

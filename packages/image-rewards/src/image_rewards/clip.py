@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from image_rewards.base import RewardResult, RewardSample
-from image_rewards.checkpoints import clip_from_open_clip
-from image_rewards.errors import require
-from image_rewards.model import ModelReward, fill, from_pretrained, load_state, need_prompt, processor_of
+from .base import RewardResult, RewardSample
+from .checkpoints import clip_from_open_clip
+from .errors import require
+from .model import ModelReward, fill, from_pretrained, load_state, need_prompt, processor_of
 
 
 @dataclass(eq=False, kw_only=True)

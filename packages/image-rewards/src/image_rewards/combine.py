@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from image_rewards.base import Reward, RewardResult, RewardSample
-from image_rewards.errors import require
-from image_rewards.functions import as_reward
-from image_rewards.registry import load
+from .base import Reward, RewardResult, RewardSample
+from .errors import require
+from .functions import as_reward
+from .registry import load
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from image_rewards.base import RewardSample
-from image_rewards.errors import RewardConfigError, RewardError, RewardInputError, require
-from image_rewards.prompt_files import lines_of, text_of, without_nulls
-from image_rewards.wire import decode_picture
+from .base import RewardSample
+from .errors import RewardConfigError, RewardError, RewardInputError, require
+from .prompt_files import lines_of, text_of, without_nulls
+from .wire import decode_picture
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")

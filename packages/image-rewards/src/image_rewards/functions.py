@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any
 
-from image_rewards.base import Reward, RewardResult, RewardSample, Score
-from image_rewards.errors import RewardConfigError, RewardError, nearest, require
+from .base import Reward, RewardResult, RewardSample, Score
+from .errors import RewardConfigError, RewardError, nearest, require
 
 ONE, MANY = ("image", "prompt", "metadata"), ("images", "prompts", "metadata")
 _TYPES = {"int": numbers.Integral, "float": numbers.Real, "bool": bool, "str": str}

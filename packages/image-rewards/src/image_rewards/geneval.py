@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from image_rewards.base import RewardResult, RewardSample, check_weights
-from image_rewards.errors import RewardTargetError, require
-from image_rewards.model import ModelReward, from_pretrained, processor_of
-from image_rewards.scene_rules import Found, judge, parse_questions
+from .base import RewardResult, RewardSample, check_weights
+from .errors import RewardTargetError, require
+from .model import ModelReward, from_pretrained, processor_of
+from .scene_rules import Found, judge, parse_questions
 
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 # One thing, several names: GenEval's files say the first, COCO detectors one of the others.

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from image_rewards.base import RewardResult, RewardSample
-from image_rewards.errors import RewardError, check_counts, require
-from image_rewards.service import ServiceReward
-from image_rewards.wire import JSON_TYPE, TENSOR_TYPE, decode_results, encode_samples
+from .base import RewardResult, RewardSample
+from .errors import RewardError, check_counts, require
+from .service import ServiceReward
+from .wire import JSON_TYPE, TENSOR_TYPE, decode_results, encode_samples
 
 _TYPES = {"safetensors": TENSOR_TYPE, "json": JSON_TYPE}
 

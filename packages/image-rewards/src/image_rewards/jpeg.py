@@ -12,8 +12,8 @@ from typing import ClassVar
 import numpy as np
 from PIL import Image
 
-from image_rewards.base import PerSampleReward, RewardResult, RewardSample
-from image_rewards.errors import require
+from .base import PerSampleReward, RewardResult, RewardSample
+from .errors import require
 
 
 def jpeg_kilobytes(image: np.ndarray, quality: int = 95) -> float:

@@ -22,8 +22,8 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
-from image_rewards.base import Reward, RewardResult, RewardSample
-from image_rewards.errors import (
+from .base import Reward, RewardResult, RewardSample
+from .errors import (
     RewardError,
     RewardTimeoutError,
     RewardWorkerError,
@@ -31,8 +31,8 @@ from image_rewards.errors import (
     missing_extra,
     require,
 )
-from image_rewards.manager import ImageRewardManager
-from image_rewards.registry import absolute, use_folder
+from .manager import ImageRewardManager
+from .registry import absolute, use_folder
 
 Policy = Literal["required", "skip", "value"]
 

@@ -6,9 +6,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from image_rewards.base import Reward, RewardResult, RewardSample
-from image_rewards.functions import as_reward
-from image_rewards.registry import load
+from .base import Reward, RewardResult, RewardSample
+from .functions import as_reward
+from .registry import load
 
 
 class ImageRewardManager:

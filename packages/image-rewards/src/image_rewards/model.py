@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from image_rewards.base import Reward, RewardResult, RewardSample
-from image_rewards.errors import RewardConfigError, RewardTargetError, check_counts, missing_extra, require
+from .base import Reward, RewardResult, RewardSample
+from .errors import RewardConfigError, RewardTargetError, check_counts, missing_extra, require
 
 if TYPE_CHECKING:
     import torch

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from image_rewards.base import PerSampleReward, RewardResult, RewardSample, check_weights
-from image_rewards.errors import RewardTargetError, missing_extra, require
-from image_rewards.quality import quality_components
-from image_rewards.text import match_texts, normalize, targets_of
+from .base import PerSampleReward, RewardResult, RewardSample, check_weights
+from .errors import RewardTargetError, missing_extra, require
+from .quality import quality_components
+from .text import match_texts, normalize, targets_of
 
 MIN_LEGIBLE = 6  # pixels; no letter fits into less
 MAX_ASPECT = 4

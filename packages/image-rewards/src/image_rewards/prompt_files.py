@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from image_rewards.errors import PromptFileError, missing_extra, require
+from .errors import PromptFileError, missing_extra, require
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".tsv", ".parquet")
 PROMPT_NAMES = ("prompt", "caption", "text")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from image_rewards.base import PerSampleReward, RewardResult, RewardSample
+from .base import PerSampleReward, RewardResult, RewardSample
 
 BLANK_CONTRAST = 2.0  # grey levels; a picture with less spread than this shows nothing
 

@@ -14,9 +14,9 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from image_rewards.base import Reward
-from image_rewards.errors import RewardError, UnknownRewardError, nearest, require
-from image_rewards.functions import as_reward
+from .base import Reward
+from .errors import RewardError, UnknownRewardError, nearest, require
+from .functions import as_reward
 
 ENTRY_POINT_GROUP = "image_rewards"
 
@@ -122,6 +122,6 @@ def load(name: str, *, video: str | None = None, **options: Any) -> Reward:
     reward = as_reward(find(name), options, name)
     if video is None:
         return reward
-    from image_rewards.video import VideoReward
+    from .video import VideoReward
 
     return VideoReward(reward, aggregate=video)

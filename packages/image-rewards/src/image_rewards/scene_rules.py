@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from image_rewards.errors import RewardTargetError, require
+from .errors import RewardTargetError, require
 
 RELATIONS = ("left of", "right of", "above", "below")
 POSITION_SLACK = 0.1  # objects may overlap by this share of their summed sizes and still be apart

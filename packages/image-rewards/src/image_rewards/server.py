@@ -22,11 +22,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from image_rewards.base import Reward, RewardResult
-from image_rewards.batching import Batcher, Limits, OverloadedError
-from image_rewards.errors import RewardError, RewardInputError, RewardTimeoutError, missing_extra, require
-from image_rewards.manager import ImageRewardManager
-from image_rewards.wire import decode_samples, decompress, encode_results
+from .base import Reward, RewardResult
+from .batching import Batcher, Limits, OverloadedError
+from .errors import RewardError, RewardInputError, RewardTimeoutError, missing_extra, require
+from .manager import ImageRewardManager
+from .wire import decode_samples, decompress, encode_results
 
 log = logging.getLogger("image_rewards.server")
 

@@ -13,8 +13,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-from image_rewards.base import Reward
-from image_rewards.errors import (
+from .base import Reward
+from .errors import (
     RewardConfigError,
     RewardError,
     RewardInputError,
@@ -22,7 +22,7 @@ from image_rewards.errors import (
     RewardTimeoutError,
     require,
 )
-from image_rewards.wire import decompress
+from .wire import decompress
 
 T = TypeVar("T")
 RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from image_rewards.base import PerSampleReward, RewardResult, RewardSample, check_weights
-from image_rewards.errors import RewardTargetError, require
-from image_rewards.pixels import BACKGROUNDS, COLORS, SHAPES, Scene, read_scene
-from image_rewards.scene_rules import Found, judge, parse_questions
+from .base import PerSampleReward, RewardResult, RewardSample, check_weights
+from .errors import RewardTargetError, require
+from .pixels import BACKGROUNDS, COLORS, SHAPES, Scene, read_scene
+from .scene_rules import Found, judge, parse_questions
 
 NUMBERS = {"a": 1, "an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8}
 _CAPTION = re.compile(

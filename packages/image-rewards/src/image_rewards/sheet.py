@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
-from image_rewards.base import RewardResult, RewardSample
+from .base import RewardResult, RewardSample
 
 THUMBNAIL = 240  # pixels of the longer side
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from image_rewards.base import Reward
-from image_rewards.errors import RewardTargetError
+from .base import Reward
+from .errors import RewardTargetError
 
 SHOWN = 20  # bad lines listed in one error
 

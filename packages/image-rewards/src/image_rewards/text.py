@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from image_rewards.errors import RewardTargetError, require
+from .errors import RewardTargetError, require
 
 # Text between a pair of quotes of any script. A mark behind a number is inches or feet (24", 6', 12 " wide); a single quote between
 # letters is an apostrophe, and so is one before a clipped word ('n', 'til, '90s): none of these opens a quote.

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from image_rewards.base import Reward, RewardResult, RewardSample
-from image_rewards.errors import require
+from .base import Reward, RewardResult, RewardSample
+from .errors import require
 
 AGGREGATES: dict[str, Callable[[np.ndarray], float]] = {
     "mean": lambda x: float(x.mean()),

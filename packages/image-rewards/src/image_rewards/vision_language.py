@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from image_rewards.base import RewardResult, RewardSample
-from image_rewards.errors import RewardError, RewardTargetError, check_counts, require
-from image_rewards.model import ModelReward, fill, from_pretrained, load_state, need_prompt, processor_of
+from .base import RewardResult, RewardSample
+from .errors import RewardError, RewardTargetError, check_counts, require
+from .model import ModelReward, fill, from_pretrained, load_state, need_prompt, processor_of
 
 _UNIFIED_DEFAULT = (
     "Here are a caption and a picture that was generated from it. Judge how well the picture matches the caption and how "

@@ -17,11 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from image_rewards.base import RewardResult, RewardSample
-from image_rewards.errors import RewardError, RewardServiceError, RewardTargetError, check_counts, require
-from image_rewards.service import ServiceReward
-from image_rewards.text import match_texts, targets_of
-from image_rewards.wire import encode_png
+from .base import RewardResult, RewardSample
+from .errors import RewardError, RewardServiceError, RewardTargetError, check_counts, require
+from .service import ServiceReward
+from .text import match_texts, targets_of
+from .wire import encode_png
 
 TOP_GRADE = 10
 _SYSTEM = "You judge generated pictures. Look closely, be strict, and answer only with the JSON that is asked for."

@@ -24,8 +24,8 @@ import safetensors
 import safetensors.numpy
 from PIL import Image
 
-from image_rewards.base import MAX_PIXELS, MAX_TOTAL_PIXELS, RewardResult, RewardSample, as_number
-from image_rewards.errors import RewardInputError, RewardServiceError, require
+from .base import MAX_PIXELS, MAX_TOTAL_PIXELS, RewardResult, RewardSample, as_number
+from .errors import RewardInputError, RewardServiceError, require
 
 JSON_TYPE = "application/json"
 TENSOR_TYPE = "application/x-safetensors"

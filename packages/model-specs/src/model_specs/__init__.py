@@ -5,18 +5,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from model_specs.base import ModelSpec, Sampling
-from model_specs.errors import PromptTooLongError, SpecError, UnknownArchitectureError
-from model_specs.flops import training_flops
-from model_specs.flux import FluxSpec
-from model_specs.qwen_image import QwenImageSpec
-from model_specs.registry import available, get_spec, get_spec_for
-from model_specs.sd3 import SD3Spec
-from model_specs.wan import WanSpec
-from model_specs.z_image import ZImageSpec
+from .base import ModelSpec, Sampling
+from .errors import PromptTooLongError, SpecError, UnknownArchitectureError
+from .flops import training_flops
+from .flux import FluxSpec
+from .qwen_image import QwenImageSpec
+from .registry import available, get_spec, get_spec_for
+from .sd3 import SD3Spec
+from .wan import WanSpec
+from .z_image import ZImageSpec
 
 if TYPE_CHECKING:
-    from model_specs.embeddings import PromptEmbeds, PromptEncoder
+    from .embeddings import PromptEmbeds, PromptEncoder
 
 __all__ = [
     "FluxSpec",

@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from model_specs.common import compute_dtype, config_of, split_batch, to_uint8, unpack
-from model_specs.errors import SpecError
-from model_specs.folders import component, empty_diffusers, has_part, load_diffusers, load_part, read_json
+from .common import compute_dtype, config_of, split_batch, to_uint8, unpack
+from .errors import SpecError
+from .folders import component, empty_diffusers, has_part, load_diffusers, load_part, read_json
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from model_specs.embeddings import PromptEmbeds, PromptEncoder
+    from .embeddings import PromptEmbeds, PromptEncoder
 
 JOINT_ATTENTION = (
     "to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
@@ -163,7 +163,7 @@ class ModelSpec(ABC):
         self, path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> PromptEncoder:
         """The text encoder(s) and tokenizer(s) of a pipeline folder, frozen, behind a cache."""
-        from model_specs.embeddings import PromptEncoder
+        from .embeddings import PromptEncoder
 
         spec = type(self)(path)
         names = (*self.text_parts, *(part for part in self.optional_text_parts if has_part(path, part)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from model_specs.errors import PromptTooLongError
+from .errors import PromptTooLongError
 
 if TYPE_CHECKING:
     import torch

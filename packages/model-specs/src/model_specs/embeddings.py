@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from model_specs.errors import SpecError
+from .errors import SpecError
 
 
 @dataclass(frozen=True, eq=False)

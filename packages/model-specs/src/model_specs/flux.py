@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from model_specs import flops
-from model_specs.base import JOINT_MLP, ModelSpec, Sampling
-from model_specs.common import check_length, dynamic_shift, linear_sigmas, timestep_of
-from model_specs.text_encoders import clip_output, t5_hidden
+from . import flops
+from .base import JOINT_MLP, ModelSpec, Sampling
+from .common import check_length, dynamic_shift, linear_sigmas, timestep_of
+from .text_encoders import clip_output, t5_hidden
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from model_specs.embeddings import PromptEmbeds
+    from .embeddings import PromptEmbeds
 
 
 class FluxSpec(ModelSpec):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model_specs.errors import SpecError
+from .errors import SpecError
 
 if TYPE_CHECKING:
     import torch

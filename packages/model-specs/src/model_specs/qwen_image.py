@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from model_specs import flops
-from model_specs.base import ModelSpec, Sampling
-from model_specs.common import check_length, dynamic_shift, linear_sigmas, timestep_of, with_statistics
+from . import flops
+from .base import ModelSpec, Sampling
+from .common import check_length, dynamic_shift, linear_sigmas, timestep_of, with_statistics
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from model_specs.embeddings import PromptEmbeds
+    from .embeddings import PromptEmbeds
 
 # The system prompt that the model was trained with; its first 34 tokens are dropped from the embeddings.
 TEMPLATE = (
@@ -87,7 +87,7 @@ class QwenImageSpec(ModelSpec):
         return settings.guidance_scale
 
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:
-        from model_specs.single_frame import single_frame_convolutions
+        from .single_frame import single_frame_convolutions
 
         z_BCTHW = with_statistics(vae, latents.unsqueeze(2))
         single_frame_convolutions(vae)

@@ -13,14 +13,14 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from model_specs.base import ModelSpec
-from model_specs.errors import SpecError, UnknownArchitectureError
-from model_specs.flux import FluxSpec
-from model_specs.folders import component, read_json
-from model_specs.qwen_image import QwenImageSpec
-from model_specs.sd3 import SD3Spec
-from model_specs.wan import WanSpec
-from model_specs.z_image import ZImageSpec
+from .base import ModelSpec
+from .errors import SpecError, UnknownArchitectureError
+from .flux import FluxSpec
+from .folders import component, read_json
+from .qwen_image import QwenImageSpec
+from .sd3 import SD3Spec
+from .wan import WanSpec
+from .z_image import ZImageSpec
 
 ENTRY_POINT_GROUP = "model_specs"
 BUILTIN: tuple[type[ModelSpec], ...] = (FluxSpec, QwenImageSpec, SD3Spec, WanSpec, ZImageSpec)

@@ -13,8 +13,8 @@ from typing import Any
 import diffusers
 import torch
 
-from model_specs import tiny_text as text
-from model_specs.errors import SpecError
+from . import tiny_text as text
+from .errors import SpecError
 
 WIDTH = 64
 
@@ -80,7 +80,7 @@ def _kl_vae() -> Any:
 
 
 def _qwen_image() -> Any:
-    from model_specs.qwen_image import TEMPLATE, TEMPLATE_TOKENS
+    from .qwen_image import TEMPLATE, TEMPLATE_TOKENS
 
     tokenizer = text.qwen_tokenizer([TEMPLATE])
     prefix = len(tokenizer(TEMPLATE.split("{}")[0]).input_ids)

@@ -15,16 +15,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model_specs import flops
-from model_specs.base import ModelSpec, Sampling
-from model_specs.common import check_length, timestep_of, whole_timestep_of, with_statistics
-from model_specs.errors import SpecError
-from model_specs.folders import component, has_part
+from . import flops
+from .base import ModelSpec, Sampling
+from .common import check_length, timestep_of, whole_timestep_of, with_statistics
+from .errors import SpecError
+from .folders import component, has_part
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from model_specs.embeddings import PromptEmbeds
+    from .embeddings import PromptEmbeds
 
 
 class WanSpec(ModelSpec):
@@ -53,7 +53,7 @@ class WanSpec(ModelSpec):
         boundary = self._boundary(path)
         if boundary is None:
             return super().joined(path, parts)
-        from model_specs.wan_experts import WanExperts
+        from .wan_experts import WanExperts
 
         high, low = parts
         return WanExperts(high, low, boundary).eval()
@@ -156,7 +156,7 @@ class WanSpec(ModelSpec):
         return torch.where(is_high(self.timesteps_at(sigma)), *scale).view(-1, 1, 1, 1, 1)
 
     def pixels(self, vae: Any, latents: Tensor) -> Tensor:
-        from model_specs.single_frame import single_frame_convolutions
+        from .single_frame import single_frame_convolutions
 
         one_frame = latents.shape[2] == 1
         decoder: Any = single_frame_convolutions(vae) if one_frame else vae

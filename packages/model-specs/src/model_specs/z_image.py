@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from model_specs import flops
-from model_specs.base import ModelSpec, Sampling
-from model_specs.common import check_length, dynamic_shift, timestep_of
-from model_specs.errors import SpecError
+from . import flops
+from .base import ModelSpec, Sampling
+from .common import check_length, dynamic_shift, timestep_of
+from .errors import SpecError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from model_specs.embeddings import PromptEmbeds
+    from .embeddings import PromptEmbeds
 
 # Image and text are each padded to a multiple of this many tokens inside the network.
 TOKEN_MULTIPLE = 32

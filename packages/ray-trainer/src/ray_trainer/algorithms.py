@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from ray_trainer.config import RunConfig
-from ray_trainer.errors import TrainerError
-from ray_trainer.trainer import RayDiffusionTrainer
+from .config import RunConfig
+from .errors import TrainerError
+from .trainer import RayDiffusionTrainer
 
 ENTRY_POINT_GROUP = "ray_trainer.algorithms"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from ray_trainer.errors import TrainerError
+from .errors import TrainerError
 
 
 def builtin(kind: str, name: str) -> Path:

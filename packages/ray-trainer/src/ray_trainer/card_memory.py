@@ -18,12 +18,12 @@ from fsdp_diffusers_engine.config import Sharding
 from fsdp_diffusers_engine.targets import adapted, resolve_targets
 from model_specs import get_spec_for
 
-from ray_trainer.cluster import cluster_address, memory_mb
-from ray_trainer.config import RunConfig
-from ray_trainer.errors import TrainerError
-from ray_trainer.model_folder import linear_layers, part_shapes, parts, size_multiple
-from ray_trainer.models import locate
-from ray_trainer.prompts import ROOM, load_prompt_sets
+from .cluster import cluster_address, memory_mb
+from .config import RunConfig
+from .errors import TrainerError
+from .model_folder import linear_layers, part_shapes, parts, size_multiple
+from .models import locate
+from .prompts import ROOM, load_prompt_sets
 
 GB = 1e9
 USABLE = 0.92

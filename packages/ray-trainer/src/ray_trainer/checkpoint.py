@@ -12,7 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
-from ray_trainer.errors import TrainerError
+from .errors import TrainerError
 
 
 def step_folder(root: Path, step: int) -> Path:

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 from diffusion_losses.specs import find_loss, known_losses
 
-from ray_trainer.card_memory import foresee
-from ray_trainer.cluster import cluster_address, prepare_environment, ray_session
-from ray_trainer.config import RunConfig, compose, to_yaml
-from ray_trainer.errors import Interrupted, TrainerError, TrainingFailed
-from ray_trainer.machines import check_machines
-from ray_trainer.output import safe_output
-from ray_trainer.validate import validate_config
-from ray_trainer.values import expand
+from .card_memory import foresee
+from .cluster import cluster_address, prepare_environment, ray_session
+from .config import RunConfig, compose, to_yaml
+from .errors import Interrupted, TrainerError, TrainingFailed
+from .machines import check_machines
+from .output import safe_output
+from .validate import validate_config
+from .values import expand
 
 if TYPE_CHECKING:
-    from ray_trainer.trainer import RayDiffusionTrainer
+    from .trainer import RayDiffusionTrainer
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def parse(app: App, argv: list[str]) -> tuple[RunConfig | None, bool]:
 
 
 def _algorithm(app: App, config: RunConfig) -> type[RayDiffusionTrainer]:
-    from ray_trainer.algorithms import find_algorithm
+    from .algorithms import find_algorithm
 
     return find_algorithm(config, app.trainer)
 

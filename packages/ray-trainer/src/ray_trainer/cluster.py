@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ray_trainer.config import RayConfig
-from ray_trainer.doors import FOLDERS
-from ray_trainer.errors import TrainerError
+from .config import RayConfig
+from .doors import FOLDERS
+from .errors import TrainerError
 
 # Read when Ray is imported. Without the first, Ray's uv hook starts every worker through `uv run` with an uploaded copy of the
 # working folder, and each worker installs torch again.

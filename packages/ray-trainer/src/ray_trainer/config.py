@@ -23,10 +23,10 @@ from omni_rollout.allowed import Count, CountOrZero, Seconds, Seed, fault, kinds
 from omni_rollout.config import DiffusionRolloutConfig
 from yaml import MappingNode, Node, ScalarNode
 
-from ray_trainer.assets import resolve
-from ray_trainer.doors import importable
-from ray_trainer.errors import TrainerError
-from ray_trainer.values import Reference, convert, dump, expand, free, is_section, parse_yaml, read_yaml, section
+from .assets import resolve
+from .doors import importable
+from .errors import TrainerError
+from .values import Reference, convert, dump, expand, free, is_section, parse_yaml, read_yaml, section
 
 Thousands = Annotated[int, Interval(ge=1, le=10_000)]
 Share = Annotated[float, Interval(ge=0, le=1)]

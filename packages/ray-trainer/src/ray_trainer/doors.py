@@ -12,8 +12,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from ray_trainer.errors import TrainerError
-from ray_trainer.values import expand
+from .errors import TrainerError
+from .values import expand
 
 FOLDERS = "RAY_TRAINER_FOLDERS"
 """Environment variable with the folders of a person's own files, for the processes that Ray starts."""

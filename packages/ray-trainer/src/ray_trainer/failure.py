@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict
 
-from ray_trainer.pictures import fetched
-from ray_trainer.prompts import Prompt
+from .pictures import fetched
+from .prompts import Prompt
 
 if TYPE_CHECKING:
-    from ray_trainer.config import RunConfig
+    from .config import RunConfig
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "unable to allocate", "alloc_failed")
 

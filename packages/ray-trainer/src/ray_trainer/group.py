@@ -21,10 +21,10 @@ from omni_rollout.remote import ASIDE, Remote
 from omni_rollout.types import GenerationRequest
 from tensordict import TensorDict
 
-from ray_trainer.card_memory import place, text_bound
-from ray_trainer.config import RunConfig, updates_per_step
-from ray_trainer.machines import reserve
-from ray_trainer.workers import ActorRolloutRefWorker as Worker
+from .card_memory import place, text_bound
+from .config import RunConfig, updates_per_step
+from .machines import reserve
+from .workers import ActorRolloutRefWorker as Worker
 
 if TYPE_CHECKING:
     from lora_sync import LoRAPayload

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_trainer.card_memory import Machine
-from ray_trainer.config import RunConfig
-from ray_trainer.errors import TrainerError
+from .card_memory import Machine
+from .config import RunConfig
+from .errors import TrainerError
 
 ANSWER_S = 120.0
 """How long a machine may take to start a process and answer a question."""
@@ -137,7 +137,7 @@ def fetch_everywhere(location: str, nodes: Mapping[str, Mapping[str, Any]]) -> d
     """The folder of a model on each machine, by node id; what is missing there is downloaded, once per machine."""
 
     def fetch_here() -> str:
-        from ray_trainer.models import check_present, fetch
+        from .models import check_present, fetch
 
         return str(check_present(location, fetch(location)))
 

@@ -20,7 +20,7 @@ from model_specs.errors import UnknownArchitectureError
 from model_specs.registry import available, find
 from safetensors import SafetensorError, safe_open
 
-from ray_trainer.errors import TrainerError
+from .errors import TrainerError
 
 _EULER = "FlowMatchEulerDiscreteScheduler"
 _RESPACED = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")

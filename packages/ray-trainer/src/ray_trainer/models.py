@@ -13,9 +13,9 @@ from model_specs.base import ModelSpec
 from model_specs.errors import SpecError
 from model_specs.registry import find
 
-from ray_trainer.assets import builtin
-from ray_trainer.errors import TrainerError
-from ray_trainer.model_folder import missing_parts, parts
+from .assets import builtin
+from .errors import TrainerError
+from .model_folder import missing_parts, parts
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Second copies of the same weights in other forms: half of some repositories.

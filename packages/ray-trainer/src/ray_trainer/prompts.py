@@ -16,14 +16,14 @@ from unicodedata import normalize
 from model_specs.base import ModelSpec
 from model_specs.errors import SpecError
 
-from ray_trainer.assets import resolve
-from ray_trainer.errors import TrainerError
-from ray_trainer.model_folder import read_index
+from .assets import resolve
+from .errors import TrainerError
+from .model_folder import read_index
 
 if TYPE_CHECKING:
     from omni_rollout.config import DiffusionPipelineConfig
 
-    from ray_trainer.config import DataConfig
+    from .config import DataConfig
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from typing import Any
 
 from run_report.changes import ConfigChange, within
 
-from ray_trainer import checkpoint
-from ray_trainer.config import RunConfig, known_keys, to_tree, to_yaml
-from ray_trainer.errors import TrainerError
-from ray_trainer.prompts import Prompt
-from ray_trainer.run_dir import RunDir, is_config
-from ray_trainer.values import free, read_yaml
+from . import checkpoint
+from .config import RunConfig, known_keys, to_tree, to_yaml
+from .errors import TrainerError
+from .prompts import Prompt
+from .run_dir import RunDir, is_config
+from .values import free, read_yaml
 
 ALWAYS = (
     # how long and how often, where, and what is kept

@@ -31,14 +31,14 @@ from omni_rollout.types import GenerationRequest
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
-from ray_trainer.config import RunConfig
-from ray_trainer.machines import fetch_everywhere, machines
-from ray_trainer.prompts import Prompt
-from ray_trainer.step_metrics import Metrics
-from ray_trainer.workers import ActorRolloutRefWorker as Worker
+from .config import RunConfig
+from .machines import fetch_everywhere, machines
+from .prompts import Prompt
+from .step_metrics import Metrics
+from .workers import ActorRolloutRefWorker as Worker
 
 if TYPE_CHECKING:
-    from ray_trainer.group import WorkerGroup
+    from .group import WorkerGroup
 
 _FAULTS = tuple(
     f"rollout/{name}" for name in ("retried", "errors", "timeouts", "deaths", "restarts", "failed", "queued_s")

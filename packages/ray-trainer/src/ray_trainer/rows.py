@@ -14,8 +14,8 @@ from omni_rollout.samples import PROMPTS, Rows
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
-from ray_trainer import schema
-from ray_trainer.failure import write_tensors
+from . import schema
+from .failure import write_tensors
 
 _SCORES = ("old_log_probs", "old_means", "ref_means")
 

@@ -13,8 +13,8 @@ from omni_rollout.errors import RolloutConfigError
 from omni_rollout.loops import LOOPS, get_agent_loop
 from sde_samplers.kinds import find_kind
 
-from ray_trainer.config import RunConfig, updates_per_step
-from ray_trainer.errors import TrainerError
+from .config import RunConfig, updates_per_step
+from .errors import TrainerError
 
 
 def check_rules(config: RunConfig) -> None:

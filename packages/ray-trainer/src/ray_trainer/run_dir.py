@@ -16,8 +16,8 @@ from pathlib import Path
 
 from yaml import MappingNode, Node
 
-from ray_trainer.errors import TrainerError
-from ray_trainer.values import read_yaml, section
+from .errors import TrainerError
+from .values import read_yaml, section
 
 _STEP = r"\.?step_\d+(\.\w+)?"
 _OURS = re.compile(

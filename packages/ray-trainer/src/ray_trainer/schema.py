@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from tensordict import TensorDict
 
-from ray_trainer.errors import TrainingFailed
+from .errors import TrainingFailed
 
 
 @dataclass(frozen=True)

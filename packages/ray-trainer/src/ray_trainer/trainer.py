@@ -37,18 +37,18 @@ from run_report import (
 )
 from tensordict import TensorDict
 
-from ray_trainer import checkpoint, resume, schema
-from ray_trainer.config import RunConfig
-from ray_trainer.errors import Interrupted, TrainerError, TrainingFailed
-from ray_trainer.failure import disk_full, first_cause, is_out_of_memory, less_memory, record_failure, words
-from ray_trainer.group import WorkerGroup
-from ray_trainer.interrupt import StopRequest
-from ray_trainer.pictures import fetched
-from ray_trainer.prompts import Prompt, PromptSampler, load_prompt_sets
-from ray_trainer.rollouts import Rollouts, open_sampler
-from ray_trainer.run_dir import open_run_dir
-from ray_trainer.step_metrics import Clock, Metrics, forwards_per_sample
-from ray_trainer.workers import ActorRolloutRefWorker as Worker
+from . import checkpoint, resume, schema
+from .config import RunConfig
+from .errors import Interrupted, TrainerError, TrainingFailed
+from .failure import disk_full, first_cause, is_out_of_memory, less_memory, record_failure, words
+from .group import WorkerGroup
+from .interrupt import StopRequest
+from .pictures import fetched
+from .prompts import Prompt, PromptSampler, load_prompt_sets
+from .rollouts import Rollouts, open_sampler
+from .run_dir import open_run_dir
+from .step_metrics import Clock, Metrics, forwards_per_sample
+from .workers import ActorRolloutRefWorker as Worker
 
 
 class RayDiffusionTrainer(ABC):

@@ -14,16 +14,16 @@ from model_specs.registry import available
 from omni_rollout.errors import RolloutConfigError
 from omni_rollout.specs import pipeline_class
 
-from ray_trainer.card_memory import check_split
-from ray_trainer.cluster import check_ray
-from ray_trainer.config import RunConfig, check_values, to_tree, updates_per_step
-from ray_trainer.errors import TrainerError
-from ray_trainer.model_folder import check_folder, linear_layers, part_shapes, read_index, size_multiple, transformers
-from ray_trainer.models import locate, spec_class
-from ray_trainer.prompts import Prompt, PromptSampler, check_lengths, load_prompt_sets
-from ray_trainer.resume import check_resume
-from ray_trainer.rules import check_experts, check_rules
-from ray_trainer.run_dir import check_run_dir
+from .card_memory import check_split
+from .cluster import check_ray
+from .config import RunConfig, check_values, to_tree, updates_per_step
+from .errors import TrainerError
+from .model_folder import check_folder, linear_layers, part_shapes, read_index, size_multiple, transformers
+from .models import locate, spec_class
+from .prompts import Prompt, PromptSampler, check_lengths, load_prompt_sets
+from .resume import check_resume
+from .rules import check_experts, check_rules
+from .run_dir import check_run_dir
 
 
 def validate_config(config: RunConfig) -> list[str]:

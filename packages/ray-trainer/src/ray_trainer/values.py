@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
-from ray_trainer.errors import TrainerError
+from .errors import TrainerError
 
 _SWITCHES = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _REFERENCE = re.compile(r"\$\{([a-z_]\w*(?:\.\w+)+)\}")

@@ -15,13 +15,13 @@ import torch
 from omni_rollout.samples import Rows, parted
 from omni_rollout.types import GenerationRequest
 
-from ray_trainer.card_memory import GB, Needs, measure
-from ray_trainer.cluster import available_cpus, memory_mb
-from ray_trainer.config import RunConfig, updates_per_step
-from ray_trainer.model_folder import read_index
-from ray_trainer.models import check_present, fetch
-from ray_trainer.rows import Store
-from ray_trainer.rules import check_experts
+from .card_memory import GB, Needs, measure
+from .cluster import available_cpus, memory_mb
+from .config import RunConfig, updates_per_step
+from .model_folder import read_index
+from .models import check_present, fetch
+from .rows import Store
+from .rules import check_experts
 
 if TYPE_CHECKING:
     from diffusion_losses import Statistic
