@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from diffusion_losses import DiffusionLossConfig
 from fsdp_diffusers_engine import (
     DiffusionModelConfig,
@@ -107,6 +108,7 @@ def test_metrics_are_those_of_the_whole_batch_whatever_the_micro_batches(make_wo
 
 OWN = """
 import torch
+import torch.distributed as dist
 from diffusion_losses import ElementLoss, LossSpec
 
 def own(config, model_output, data):
@@ -183,3 +185,16 @@ def test_ranks_meet_at_the_address_that_ray_knows(address, shown, monkeypatch):
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: address)
     assert re.fullmatch(rf"tcp://{re.escape(shown)}:[0-9]+", meeting_point())
+
+
+def test_nobody_takes_the_meeting_point_before_the_ranks_come(monkeypatch):
+    ray = pytest.importorskip("ray")
+    from fsdp_diffusers_engine.worker import meeting_point
+
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    place = meeting_point()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", int(place.rpartition(":")[2])))
+    dist.init_process_group("gloo", init_method=place, rank=0, world_size=1)
+    assert dist.get_world_size() == 1
+    dist.destroy_process_group()

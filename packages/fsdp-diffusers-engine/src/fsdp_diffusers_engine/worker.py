@@ -278,17 +278,22 @@ def _interface_to(init_method: str) -> str | None:
 
 
 def meeting_point() -> str:
-    """`tcp://ADDRESS:PORT` with a free port of this machine, at the address by which Ray's other nodes know it.
+    """`tcp://ADDRESS:PORT` where the ranks of a group find each other; this process, which must be rank 0's, listens there already.
 
-    The host's own name is not asked: it resolves to 127.0.0.1 on many machines, and to nothing on others.
+    So no other program can take the port before the ranks come: `init_process_group` takes the store that is there. The address is
+    the one by which Ray's other nodes know this machine. The host's own name is not asked: it resolves to 127.0.0.1 on many
+    machines, and to nothing on others.
     """
     import ray
 
     address = ray.util.get_node_ip_address()
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    _MEETINGS.append(store)
+    return f"tcp://[{address}]:{store.port}" if ":" in address else f"tcp://{address}:{store.port}"
+
+
+_MEETINGS: list[dist.TCPStore] = []
+"""They listen as long as they are held."""
 
 
 class _Rank(TrainingWorker):
