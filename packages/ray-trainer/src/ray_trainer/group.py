@@ -23,7 +23,7 @@ from tensordict import TensorDict
 
 from .card_memory import place, text_bound
 from .config import RunConfig, updates_per_step
-from .machines import reserve
+from .machines import LEAVE_S, reserve
 from .workers import ActorRolloutRefWorker as Worker
 
 if TYPE_CHECKING:
@@ -219,12 +219,25 @@ class WorkerGroup:
         while error is not None and not hasattr(error, "actor_id"):
             error = error.__cause__
         ids, gone = [worker.actor._actor_id.hex() for worker in self.workers], getattr(error, "actor_id", None)
-        if gone not in ids:
+        rank = ids.index(gone) if gone in ids else self._dead() if len(ids) > 1 else None
+        if rank is None:
             return ""
-        rank = ids.index(gone)
         return (
             f"training process {rank} on machine {self.gang.addresses[rank]} is gone; look there, and at `ray status`"
         )
+
+    def _dead(self) -> int | None:
+        """A rank that Ray says is dead. The first error may be another's, which only lost its connection to that one."""
+        asked = [worker.actor.gpu_places.options(concurrency_group=ASIDE).remote() for worker in self.workers]
+        self._ray.wait(asked, num_returns=len(asked), timeout=LEAVE_S)
+        for rank, answer in enumerate(asked):
+            try:
+                self._ray.get(answer, timeout=0)
+            except self._ray.exceptions.GetTimeoutError:
+                continue
+            except self._ray.exceptions.RayActorError:
+                return rank
+        return None
 
     def close(self) -> None:
         """End the processes."""
