@@ -197,3 +197,19 @@ def test_two_processes_with_one_sharded_module_sample_the_same_and_train(
     for row in both[1:]:
         assert row["actor/rollout_log_prob_diff_max"] <= 1e-6
         assert row["actor/grad_norm"] > 0
+
+
+def test_pictures_that_are_edited_are_validated_and_trained_beside_those_that_are_not(
+    start, small, metric_rows, tmp_path
+):
+    folder = tmp_path / "run"
+    loop = ["rollout.agent.default_agent_loop=diffusion_judge_edit_agent", "rollout.agent.num_turns=2"]
+    steps = ["trainer.total_steps=1", "trainer.val_every=1", "rollout.pipeline.num_inference_steps=6"]
+    steps += ["rollout.val_kwargs.pipeline.num_inference_steps=6", "rollout.algo.sde_window_size=2"]
+    sharded = ["trainer.num_workers=2", "actor.fsdp_config.sharding=shard", "actor.fsdp_config.device=cpu"]
+    done = start("flowgrpo", *small, *loop, *steps, *sharded, f"trainer.run_dir={folder}").wait()
+    assert done.code == 0, done.err[-4000:]
+    row = metric_rows(folder)[1]
+    assert 3 < row["forwards/rollout"] < 6  # an edit runs three of the six steps: there are edited ones and others
+    assert row["actor/rollout_log_prob_diff_max"] <= 1e-6
+    assert row["actor/grad_norm"] > 0

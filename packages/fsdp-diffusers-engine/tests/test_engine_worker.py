@@ -19,7 +19,8 @@ from fsdp_diffusers_engine import (
     TrainingWorker,
     TrainingWorkerConfig,
 )
-from fsdp_diffusers_engine.batch import mini_batches
+from fsdp_diffusers_engine.batch import mini_batches, settings_of
+from sde_samplers.settings import SamplerSettings
 
 
 def test_fine_calls(make_worker: Any, make_batch: Any, tmp_path: Path) -> None:
@@ -150,6 +151,15 @@ def test_left_out_samples_make_smaller_mini_batches_not_fewer(make_worker: Any, 
         worker = make_worker(ppo_mini_batch_size=4)
         worker.train_mini_batch(data)
         assert worker.engine.optimizer_steps == steps
+
+
+def test_samples_of_one_batch_may_begin_at_different_steps_and_be_drawn_no_other_way() -> None:
+    drawn = SamplerSettings(32, 32, num_inference_steps=6, kind="flow_sde", noise_level=0.7, window=(0, 1))
+    edited = drawn.replace(window=(3, 4), start_step=3)
+    for first, second in ((drawn, edited), (edited, drawn)):
+        assert settings_of({"settings": [first, second]}) == first
+    with pytest.raises(EngineError, match="differ within the batch, in noise_level"):
+        settings_of({"settings": [drawn, edited.replace(noise_level=0.5)]})
 
 
 def test_counted_operations_follow_the_formula(make_engine: Any, make_batch: Any) -> None:

@@ -75,17 +75,27 @@ class Logical(Worker):
 
     def __init__(self, config, rank):
         self.config, self.rank, self.version, self.backend, self.trained = config, rank, 0, Drawn(), []
+        self.forms = []
         self.engine = SimpleNamespace(eval_mode=nullcontext)
         self.trainer = SimpleNamespace(train_mini_batch=self.train, compute_log_prob=self.score)
         self.rows = Store(("latents", "next_latents", "step_index", "sigmas", "rollout_log_probs"))
 
+    def seen(self, data):
+        """What decides how often the engine's ranks meet in a call."""
+        self.forms.append((sorted(map(str, data.keys())), data["latents"].shape[1]))
+
+    def forms_seen(self):
+        return self.forms
+
     def train(self, data):
+        self.seen(data)
         self.trained = list(
             zip(data["row"].tolist(), data["latents"][:, 0, 0].tolist(), data["advantages"][:, 0].tolist(), strict=True)
         )
         return {"statistics": {f"actor/number_{i}": statistic("mean", float(i), len(data)) for i in range(40)}}
 
     def score(self, data, adapter):
+        self.seen(data)
         means = data["latents"].clone()
         return TensorDict({"log_probs": data["rollout_log_probs"], "means": means}, batch_size=[len(data)])
 
@@ -348,6 +358,37 @@ def test_a_failure_leaves_the_rows_of_every_worker_whether_they_were_trained_or_
         assert len(file[f"{slot}/latents"]) == (1 if place < 20 else 2)  # half of the window was chosen
         assert (f"{slot}/old_log_probs" in file) == (place < 20)
         assert file[f"{uid}/prompt_embeds"].shape == (9, 64)
+
+
+def test_a_rank_whose_rows_were_all_left_out_meets_the_others_with_a_row_of_the_same_form(program):
+    """Other steps or other tensors would mean other forward passes, in which sharded ranks wait for each other for ever."""
+    keys = [
+        "algorithm.step_fraction=0.5",
+        "algorithm.old_log_probs=trainer",
+        "actor.diffusion_loss.loss_mode=grpo_guard",
+    ]
+    made = program(4, 64, 0, *keys, "actor.diffusion_loss.ref_kl_coef=0.1", "algorithm.flat_groups=keep")
+    batch = made.trainer.generate_sequence(made.prompts, 0)
+    made.trainer.compute_rm_score(batch)
+    data, _ = made.trainer.prepare_update(batch[batch["owner"] == 2][:3], 0)
+    made.trainer.update_actor(data, 0)
+    first, *others = made.group.call(Logical.forms_seen)
+    assert len(first) == 3  # old, reference, update
+    assert [steps for _, steps in first] == [1, 1, 1]
+    assert {"old_log_probs", "old_means", "ref_means"} <= set(first[-1][0])
+    assert others == [first] * 3
+    assert sum(row >= 0 for rank in made.group.call(Logical.what_was_trained) for row, _, _ in rank) == 3
+
+
+def test_a_rank_keeps_no_memory_of_rows_that_another_rank_keeps():
+    requests = [SimpleNamespace(uid="a/1", index=index, settings=None) for index in range(8)]
+    rows = cloudpickle.loads(cloudpickle.dumps(parted(requests, stacked([row(request) for request in requests]))[2]))
+    store = Store(("latents", "step_index"))
+    assert store.keep(rows, [5, 2]) == [0, 1]
+    kept = store.rows([0, 1]).tensors
+    assert kept["latents"][:, 0, 0].tolist() == [1005.0, 1002.0]
+    storages = {one["latents"].untyped_storage()._cdata: one["latents"].untyped_storage() for one in store._rows}
+    assert sum(storage.nbytes() for storage in storages.values()) == 2 * 2 * ELEMENTS * 4
 
 
 def measured(made, steps=2, enough=0.0):

@@ -55,8 +55,8 @@ def plain(data: TensorDict | Mapping[str, Any], key: str, default: Any = None) -
 
 
 def settings_of(data: TensorDict | Mapping[str, Any]) -> SamplerSettings:
-    """How the samples of the batch were drawn, which the trainer's forward repeats. They may differ in their windows alone
-    (`step_index` has each sample's own)."""
+    """How the samples of the batch were drawn, which the trainer's forward repeats. They may differ in their windows and in
+    where an edit began (`step_index` has each sample's own steps)."""
     if "settings" not in data.keys():  # noqa: SIM118
         raise EngineError(
             "the batch has no 'settings'; put the SamplerSettings that drew its samples into it as non-tensor data"
@@ -64,7 +64,7 @@ def settings_of(data: TensorDict | Mapping[str, Any]) -> SamplerSettings:
     value = data["settings"]
     rows = value if isinstance(value, list) else [getattr(value, "data", value)]
     first: SamplerSettings = rows[0]
-    for other in {row.replace(window=first.window) for row in set(rows)} - {first}:
+    for other in {row.replace(window=first.window, start_step=first.start_step) for row in set(rows)} - {first}:
         names = [name for name in first.__dataclass_fields__ if getattr(other, name) != getattr(first, name)]
         raise EngineError(
             f"settings differ within the batch, in {', '.join(names)}: {other} and {first}; send such samples in batches of "

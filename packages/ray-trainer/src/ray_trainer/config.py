@@ -175,6 +175,11 @@ class RunConfig:
         return self.actor.diffusion_loss.needs_old_means and self.algorithm.old_log_probs == "rollout"
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the agent loop may ask for clean latents to go on from: one of several turns, or of somebody's own."""
+        return self.rollout.agent.default_agent_loop != "diffusion_single_turn_agent"
+
+    @property
     def sampling_adapters(self) -> tuple[str, ...]:
         """Policy states that samplers need: `default` validates, `rollout.rollout_adapter` draws what is trained on."""
         return tuple(dict.fromkeys(n for n in ("default", self.rollout.rollout_adapter) if n != "reference"))

@@ -136,15 +136,18 @@ class WorkerGroup:
         return sum(n for n in await asyncio.gather(*asked, return_exceptions=True) if isinstance(n, int))
 
     def each(self, method: Callable[..., R], batch: TensorDict, *columns: torch.Tensor) -> list[R]:
-        """Call a method on every worker with the slots of the batch's rows there, and their rows of the columns."""
-        answers: list[R] = self._ray.get(
-            [
-                worker.submit(method, batch["slot"][mine].numpy(), *(column[mine].numpy() for column in columns))
-                for rank in range(self.ranks)
-                for mine in [(batch["owner"] == rank).nonzero()[:, 0]]
-                for worker in self.of_rank(rank)
-            ]
-        )
+        """Call a method on every worker with the slots of the batch's rows there, and their rows of the columns.
+
+        A rank that keeps none of them is given its first row, and the first of the columns: the others' forward passes need as
+        many of its own, and `update_actor` may need that row in the same form as theirs.
+        """
+        calls = []
+        for rank in range(self.ranks):
+            mine = (batch["owner"] == rank).nonzero()[:, 0]
+            slots, given = (batch["slot"][mine], mine) if len(mine) else (torch.zeros(1, dtype=torch.long), slice(1))
+            arguments = [slots.numpy(), *(column[given].numpy() for column in columns)]
+            calls += [worker.submit(method, *arguments) for worker in self.of_rank(rank)]
+        answers: list[R] = self._ray.get(calls)
         return answers
 
     def update_actor(self, batch: TensorDict, step: int) -> dict[str, float]:

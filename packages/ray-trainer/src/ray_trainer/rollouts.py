@@ -284,7 +284,7 @@ class FleetSampler:
         rank_of = {place: rank for rank, share in enumerate(self.workers.deal(len(requests))) for place in share}
         async for places, (facts, pictures, rows) in self.fleet.router.stream(requests, apart=True):
             owners = [rank_of[place] for place in places]
-            if requests[0].return_trajectory:
+            if requests[0].return_trajectory or self.config.goes_on:
                 slots = np.zeros(len(places), np.int64)
                 for rank in sorted(set(owners)):
                     which = [i for i, owner in enumerate(owners) if owner == rank]

@@ -39,11 +39,12 @@ class Store:
 
     def keep(self, rows: Rows, which: Sequence[int] | None = None) -> list[int]:
         """Take some of the rows, or all; their slots."""
-        which = range(len(rows.uids)) if which is None else which
         first = len(self._rows)
-        for place in which:
-            wanted = (name for name in (*self.names, *_SCORES) if name in rows.tensors)
-            self._rows.append({name: rows.tensors[name][place] for name in wanted})
+        tensors = {name: rows.tensors[name] for name in (*self.names, *_SCORES) if name in rows.tensors}
+        if which is not None:  # copies: views would keep the rows of other ranks too
+            tensors = {name: value[list(which)] for name, value in tensors.items()}
+        for number, place in enumerate(range(len(rows.uids)) if which is None else which):
+            self._rows.append({name: value[number] for name, value in tensors.items()})
             self._facts.append((rows.uids[place], rows.settings[place]))
             self._prompts.setdefault(rows.uids[place], rows.prompts[rows.uids[place]])
         return list(range(first, len(self._rows)))

@@ -78,10 +78,8 @@ class ActorRolloutRefWorker:
         self.trainer = TrainingWorker(TrainingWorkerConfig(actor, self.rank, self.world_size, meeting_point))
         self.trainer.reset()
         self.engine = self.trainer.engine
-        loss, loop = self.config.actor.diffusion_loss, self.config.rollout.agent.default_agent_loop
-        names = self.engine.objective.reads(loss)
-        # Agent loops of several turns, and those of a person's own, may ask for clean latents to go on from.
-        names += () if loop == "diffusion_single_turn_agent" or "final_latents" in names else ("final_latents",)
+        names = self.engine.objective.reads(self.config.actor.diffusion_loss)
+        names += ("final_latents",) if self.config.goes_on and "final_latents" not in names else ()
         self.rows = Store((*names, "means") if self.config.rollout_means else names)
         # None where engines in other processes sample: then no text encoder and no decoder is loaded here.
         self.backend: Any = self._make_backend() if self.config.shares_weights else None
@@ -114,14 +112,14 @@ class ActorRolloutRefWorker:
     # ---- rollout and rows ------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[GenerationRequest]) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Draw samples and keep those that are for training.
+        """Draw samples and keep those that are for training, or that an agent loop may go on from.
 
         Returns:
             `omni_rollout.samples.FACTS` and, where they are kept, the rows' `slot` here, [b] each; pictures uint8 [b, …].
         """
         with self.engine.eval_mode():
             facts, pictures, rows = parted(requests, self.backend.generate(requests))
-        if requests[0].return_trajectory:
+        if requests[0].return_trajectory or self.config.goes_on:
             facts["slot"] = np.array(self.rows.keep(rows))
         return facts, pictures
 
@@ -168,13 +166,11 @@ class ActorRolloutRefWorker:
         self.rows.put(slots, {"ref_means": self._scores(slots, "reference")["means"]})
 
     def _scores(self, slots: Sequence[int], adapter: str) -> TensorDict:
-        actor, count = self.config.actor, max(len(slots), 1)
+        actor, count = self.config.actor, len(slots)
         if self._scores_itself:  # then in batches of the update's size, on which the last bits depend
             size = actor.log_prob_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
             count = -(-count // size) * size
-        # A rank without rows takes any: the others' forward passes need it.
-        filled = np.resize(slots if len(slots) else [0], count).tolist()
-        return self.trainer.compute_log_prob(self.rows.batch(filled), adapter)
+        return self.trainer.compute_log_prob(self.rows.batch(np.resize(slots, count).tolist()), adapter)
 
     @property
     def _scores_itself(self) -> bool:
