@@ -192,7 +192,7 @@ def test_a_run_over_two_machines_ends_clearly_when_one_is_gone_and_goes_on_when_
             assert time.monotonic() < deadline, "no first step"
             time.sleep(0.2)
         two.stop(1)
-        out, said = process.communicate(timeout=200)
+        out, said = process.communicate(timeout=90)
     finally:
         process.kill()
     assert "placement: 3 training processes, a whole copy each" in out
