@@ -12,6 +12,7 @@ import ray_trainer.trainer as loop
 import torch
 from flowgrpo.cli import APP as FLOWGRPO
 from ray.exceptions import RayTaskError
+from ray_trainer import checkpoint
 from ray_trainer.card_memory import Placement
 from ray_trainer.cli import run
 from ray_trainer.errors import TrainerError
@@ -340,3 +341,14 @@ def test_a_damaged_file_of_the_run_folder_is_input_that_cannot_be_used(program, 
     said = capsys.readouterr().err
     assert said.endswith("flowgrpo: error: metrics.jsonl line 2 is not a metrics row; repair or delete that line\n")
     assert "Traceback" not in said
+
+
+def test_a_run_whose_hours_are_over_ends_well_and_goes_on_later(program, capsys):
+    code, folder = program(Fakes("never", Broken()), "trainer.max_hours=1e-9", "trainer.save_every=0")
+    said = capsys.readouterr().out
+    assert code == 0
+    assert f"trainer.max_hours=1e-09: stopped after step 1 of 2; go on with trainer.run_dir={folder}" in said
+    assert checkpoint.latest(folder / "checkpoints") == 1
+    assert (folder / "report.html").is_file()
+    assert program(Fakes("never", Broken()), "trainer.on_existing=resume", "trainer.max_hours=9")[0] == 0
+    assert checkpoint.latest(folder / "checkpoints") == 2

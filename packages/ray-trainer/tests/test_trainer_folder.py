@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -152,11 +153,38 @@ def test_latest_checkpoint_is_always_whole(tmp_path):
     assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_000020", "step_000030"]
     checkpoint.step_folder(tmp_path, 40).mkdir()  # killed before it was published
     assert checkpoint.latest(tmp_path) == 30
-    checkpoint.step_folder(tmp_path, 30).rmdir()
+    shutil.rmtree(checkpoint.step_folder(tmp_path, 30))
     with pytest.raises(TrainerError, match="is gone"):
         checkpoint.latest(tmp_path)
     (tmp_path / "latest.json").write_text("{")
     with pytest.raises(TrainerError, match="unreadable"):
+        checkpoint.latest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "a/w.safetensors has 7 bytes and was written with 8"),
+        (lambda file: file.write_bytes(b"wEights!"), "a/w.safetensors holds other bytes than were written"),
+        (lambda file: file.unlink(), "a/w.safetensors is gone"),
+        (lambda file: (file.parent.parent / "files.json").write_text("["), "while reading it"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(tmp_path, spoil, why):
+    for step in (10, 20):
+        (file := checkpoint.step_folder(tmp_path, step) / "a" / "w.safetensors").parent.mkdir(parents=True)
+        file.write_bytes(b"weights!")
+        checkpoint.publish(tmp_path, step, keep=2)
+    assert checkpoint.latest(tmp_path) == 20
+    assert checkpoint.passed_over(tmp_path) == []
+    spoil(file)
+    assert checkpoint.latest(tmp_path) == 10
+    (line,) = checkpoint.passed_over(tmp_path)
+    assert "step_000020 is damaged (" in line
+    assert why in line
+    assert line.endswith("the one of step 10 is taken")
+    spoil(checkpoint.step_folder(tmp_path, 10) / "a" / "w.safetensors")
+    with pytest.raises(TrainerError, match="step_000020 is damaged .* no older checkpoint is whole"):
         checkpoint.latest(tmp_path)
 
 

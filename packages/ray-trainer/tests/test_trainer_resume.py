@@ -69,6 +69,7 @@ def test_the_same_config_goes_on(bench):
         *(
             "trainer.total_steps=9",
             "trainer.save_every=3",
+            "trainer.max_hours=2",
             "trainer.val_every=2",
             "trainer.keep_checkpoints=9",
             "ray.num_cpus=3",
@@ -145,6 +146,20 @@ def test_prompt_files_are_compared_by_what_they_hold(bench, tmp_path):
     with pytest.raises(TrainerError, match=r"data\.train_file: .*whose prompts are others now"):
         bench.check()
     assert len(bench.check("trainer.allow_config_change=[data.train_file]")) == 1
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_says_so(bench):
+    newest = step_folder(bench.folder / "checkpoints", 8)
+    newest.mkdir()
+    (newest / "w.json").write_text("{}")
+    publish(bench.folder / "checkpoints", 8, keep=2)
+    assert bench.check() == []
+    (newest / "w.json").write_text("")
+    (line,) = bench.check()
+    assert "step_000008 is damaged (w.json has 0 bytes" in line
+    assert bench.check("actor.optim.lr=5e-4", "trainer.allow_config_change=[actor.optim.lr]")[1].startswith(
+        "from step 4"
+    )
 
 
 def test_a_run_without_a_checkpoint_starts_over_with_any_config(bench):

@@ -118,6 +118,9 @@ class LoopConfig:
     algorithm: str = ""
     """The trainer's class: empty for the program's own, an installed one's name, "module:Class" or "./file.py:Class"."""
     total_steps: Count = 100
+    max_hours: Annotated[float, Interval(ge=0, le=1e5)] = 0.0
+    """The run ends with a checkpoint, and can be resumed, before a step that would end later than this many hours after the start,
+    if it took as long as the step before; 0 is no limit."""
     val_before_train: bool = True
     val_every: CountOrZero = 50
     save_every: CountOrZero = 20

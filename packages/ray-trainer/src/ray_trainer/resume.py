@@ -20,7 +20,8 @@ from .values import free, read_yaml
 
 ALWAYS = (
     # how long and how often, where, and what is kept
-    *("recipe", "trainer.total_steps", "trainer.val_before_train", "trainer.val_every", "trainer.save_every"),
+    *("recipe", "trainer.total_steps", "trainer.max_hours", "trainer.val_before_train", "trainer.val_every"),
+    "trainer.save_every",
     *("trainer.keep_checkpoints", "trainer.run_dir", "trainer.on_existing", "trainer.allow_config_change"),
     "actor.checkpoint.save_contents",
     # which machines, how much of them, and how long they may take
@@ -121,7 +122,7 @@ def differences(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]]) -> l
 
 
 def check_resume(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]]) -> list[str]:
-    """What to say about a run that goes on with allowed changes, a line each.
+    """What to say about a run that goes on with allowed changes, or from an older checkpoint than its newest, a line each.
 
     Raises:
         TrainerError: a change that is not allowed, or a name in `trainer.allow_config_change` that no key has.
@@ -147,7 +148,9 @@ def check_resume(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]]) -> 
             f"run {folder!r} was begun by another config ({'; '.join(map(str, refused))}); give the old values, or allow the "
             f"change with trainer.allow_config_change=[{keys}]"
         )
-    return [f"from step {change.step} on another {change}" for change in found]
+    goes_on = config.trainer.on_existing == "resume"
+    notes = checkpoint.passed_over(Path(folder) / "checkpoints") if goes_on else []
+    return [*notes, *(f"from step {change.step} on another {change}" for change in found)]
 
 
 def begin(run: RunDir, config: RunConfig, prompts: Mapping[str, Sequence[Prompt]]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -60,7 +61,7 @@ class RayDiffusionTrainer(ABC):
     """
 
     def __init__(self, config: RunConfig, echo: Callable[[str], None] = print):
-        self.config, self.echo = config, echo
+        self.config, self.echo, self._began = config, echo, time.monotonic()
         self.options = {**self.OPTIONS, **config.algorithm.options}
         loop, data = config.trainer, config.data
         train, held_out = load_prompt_sets(data)
@@ -139,16 +140,27 @@ class RayDiffusionTrainer(ABC):
             if done == 0 and loop.val_before_train:
                 self._guarded(0, lambda: self._append(0, self._validate(0)))
             while done < loop.total_steps:
+                began = time.monotonic()
                 self._guarded(done + 1, partial(self._step, done))
                 done += 1
-                if stop.requested and done < loop.total_steps:
+                late = self._late(step_s=time.monotonic() - began)
+                if (stop.requested or late) and done < loop.total_steps:
                     self._save(done)
                     write_report(self.run.path)
-                    raise Interrupted(
+                    told = (
                         f"stopped after step {done} of {loop.total_steps}; go on with trainer.run_dir={self.run.path} "
                         "trainer.on_existing=resume"
                     )
+                    if stop.requested:
+                        raise Interrupted(told)
+                    self.echo(f"trainer.max_hours={loop.max_hours:g}: {told}")
+                    return
         self._finish()
+
+    def _late(self, step_s: float) -> bool:
+        """Whether another step of this length would end after `trainer.max_hours`."""
+        limit = self.config.trainer.max_hours * 3600
+        return bool(limit) and time.monotonic() - self._began + step_s > limit
 
     def _resume(self) -> int:
         """Steps already done: 0, or those of the newest checkpoint, whose weights are then in the workers."""
