@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from image_rewards import PerSampleReward, Reward, RewardConfigError, RewardError, RewardResult, RewardSample, load
+from image_rewards.errors import UnknownRewardError
 from image_rewards.loop import RewardLoopManager, import_ray
-from image_rewards.manager import ImageRewardManager
+from image_rewards.manager import ImageRewardManager, default_compute_score_image
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +277,35 @@ def test_a_batch_that_breaks_is_taken_apart():
             return [RewardResult(1.0) for _ in samples]
 
     assert [r.score for r in ImageRewardManager(OnlySmall()).score(numbered(3))] == [1, 1, 1]
+
+
+def test_batches_and_samples_in_the_form_of_verl_omni(ray, shape_samples):
+    from tensordict import NonTensorStack, TensorDict
+
+    samples, names = shape_samples(4), ("prompt", "metadata")
+    batch = {"responses": np.stack([s.image for s in samples]), **{k: [getattr(s, k) for s in samples] for k in names}}
+    batch["responses"][3] = 0  # a black picture is a bad one, which still has a score
+    rows = [{key: column[i] for key, column in batch.items()} for i in range(4)]
+    manager = ImageRewardManager("shapes")
+    alone = [asyncio.run(manager.run_single(row)) for row in rows]
+    assert alone[0]["reward_score"] == load("shapes").score(samples)[0].score
+    assert alone[0]["reward_extra_info"] == load("shapes").score(samples)[0].components
+    table = TensorDict({"responses": batch["responses"]}, batch_size=[4])
+    for name in names:
+        table[name] = NonTensorStack(*batch[name])
+    with RewardLoopManager("shapes", num_workers=1) as loop:
+        for data in (batch, table):
+            scored = loop.compute_rm_score(data)
+            assert scored["rm_scores"].dtype == np.float32
+            assert scored["rm_scores"].tolist() == [[np.float32(one["reward_score"])] for one in alone]
+            assert scored["reward_extra_info"] == [one["reward_extra_info"] for one in alone]
+    by_name = [default_compute_score_image("org/shapes", row["responses"], row["metadata"]) for row in rows]
+    assert by_name == [one["reward_score"] for one in alone]
+    broken = asyncio.run(manager.run_single({"responses": rows[0]["responses"], "prompt": "no shapes"}))
+    assert np.isnan(broken["reward_score"])
+    assert "RewardTargetError" in broken["reward_extra_info"]["error"]
+    with pytest.raises(UnknownRewardError, match="jpeg_compressibility"):
+        default_compute_score_image("jpeg_compresibility", rows[0]["responses"])
 
 
 def test_nothing_is_written(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from ray_trainer import schema
 from ray_trainer.step_metrics import Metrics
 from ray_trainer.trainer import RayDiffusionTrainer
 from ray_trainer.workers import ActorRolloutRefWorker as Worker
+from sde_samplers import seed_of
 from tensordict import TensorDict
 
 
@@ -63,5 +64,5 @@ def chosen_steps(rows: int, window: int, fraction: float, seed: int, step: int) 
     kept = max(int(window * fraction), 1)
     if kept == window:
         return None
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+    generator = torch.Generator().manual_seed(seed_of(seed, "steps", step))
     return torch.rand(rows, window, generator=generator).argsort(dim=1)[:, :kept].sort(dim=1).values

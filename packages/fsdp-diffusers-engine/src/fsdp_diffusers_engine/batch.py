@@ -121,15 +121,6 @@ def text_tokens(data: TensorDict | Mapping[str, Any]) -> int:
     return longest(embeds) if embeds.is_nested else int(embeds.shape[1])
 
 
-def with_prompts(micro: dict[str, Any], multiple: int) -> dict[str, Any]:
-    """Put `cond` and `negative` beside a micro-batch's tensors: made once, used by every step and policy."""
-    return {
-        **micro,
-        "cond": prompts(micro, "", multiple),
-        "negative": prompts(micro, "negative_", multiple),
-    }
-
-
 def select(data: TensorDict | Mapping[str, Any], keys: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
     """The named tensors that are there, on `device`; pictures and metadata stay behind."""
     present = set(data.keys())

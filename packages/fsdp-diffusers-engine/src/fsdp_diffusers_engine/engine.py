@@ -225,18 +225,16 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
         """
         self._need("forward_backward_batch")
         with shared_failure("forward_backward_batch"):
-            return self._run_batch(data, loss_function, forward_only)
+            if not forward_only and loss_function is None:
+                raise EngineError("loss_function is None; give one, or pass forward_only=True for scores alone")
+            return self._run_batch(data, None if forward_only else loss_function)
 
-    def _run_batch(
-        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
-    ) -> list[dict[str, Any]]:
-        if not forward_only and loss_function is None:
-            raise EngineError("loss_function is None; give one, or pass forward_only=True for scores alone")
-        config = losses.config_of(loss_function)
-        micros, steps = self.objective.prepare(self, data, None if forward_only else config, training=not forward_only)
+    def _run_batch(self, data: TensorDict, loss_function: LossFunction | None) -> list[dict[str, Any]]:
+        config, training = losses.config_of(loss_function), loss_function is not None
+        micros, steps = self.objective.prepare(self, data, config, training)
         group = self.layout.dp_group
         rounds = int(sharding.all_reduce_number(len(micros), group, torch.distributed.ReduceOp.MAX))
-        plan = [ALL_STEPS] if not forward_only and losses.joins_steps(config) else list(range(steps))
+        plan = [ALL_STEPS] if config is not None and config.needs_trajectory else list(range(steps))
         outputs: list[dict[str, Any]] = []
         for number in range(rounds):
             # A rank with fewer samples repeats its last micro-batch with a zero loss: the others' collectives need it.
@@ -244,14 +242,14 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
             micro = micros[min(number, len(micros) - 1)]
             parts = []
             for step in plan:
-                with torch.set_grad_enabled(not forward_only):
-                    loss, part = self.objective.forward(self, micro, loss_function, forward_only, step)
+                with torch.set_grad_enabled(training):
+                    loss, part = self.objective.forward(self, micro, loss_function, step, steps)
                 if loss is not None:
                     self.backward(loss * 0.0 if idle else loss, last=number == rounds - 1 and step == plan[-1])
                 parts.append(part)
             if not idle:
-                outputs += [stack_steps(parts)] if forward_only else parts
-        if forward_only:
+                outputs += parts if training else [stack_steps(parts)]
+        if not training:
             reshard(self.module)
         return outputs
 

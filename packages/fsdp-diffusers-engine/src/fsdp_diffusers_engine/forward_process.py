@@ -27,7 +27,7 @@ from .config import (
 )
 from .engine import DiffusersFSDPEngine
 from .errors import EngineError, nearest
-from .objective import LossFunction, Objective, Policy
+from .objective import Objective, Policy
 
 if TYPE_CHECKING:
     from diffusion_losses.config import DiffusionLossConfig
@@ -53,6 +53,8 @@ class ForwardProcess(Objective):
 
     A forward-only pass returns `error` [b, W], the mean squared error of the velocity, and `sigma` [b, W].
     """
+
+    steps_of = _PER_SAMPLE_OR_STEP
 
     def __init__(self, config: ForwardProcessConfig | None = None) -> None:
         self.config = config or ForwardProcessConfig()
@@ -102,8 +104,7 @@ class ForwardProcess(Objective):
             counted = count * steps / 2 if mask is None else float((mask[0::2] & mask[1::2]).sum())
         else:
             counted = count * steps if mask is None else float(mask.sum())
-        micros = objective.cut(policy.layout, data, tensors, counted, unit=2 if pairs else 1)
-        return [{**micro, "settings": settings} for micro in micros], steps
+        return objective.cut(policy.layout, data, tensors, settings, counted, unit=2 if pairs else 1), steps
 
     def draw(
         self, seed: int, x0: Tensor, sigmas: Tensor | None, pairs: bool, rows: Tensor | int = 0
@@ -127,67 +128,43 @@ class ForwardProcess(Objective):
             noise.append(torch.randn(len(drawn), *x0.shape[1:], generator=generator))
         return torch.stack(noise), torch.stack(levels)
 
-    def inputs(self, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """Noised latents [b, …] at level `step` with their sigma [b], noise, and prompts."""
+    def inputs(self, policy: Policy, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """Noised latents [b, …] at level `step` with their sigma [b], noise and x0."""
         x0, noise, sigma = micro_batch["final_latents"], micro_batch["noise"][:, step], micro_batch["sigma"][:, step]
         t = sigma.reshape(-1, *(1,) * (x0.ndim - 1))
-        return {
-            "latents": (1.0 - t) * x0 + t * noise,
-            "sigma": sigma,
-            "noise": noise,
-            "x0": x0,
-            "cond": micro_batch["cond"],
-            "negative": micro_batch["negative"],
-        }
+        return {"latents": (1.0 - t) * x0 + t * noise, "sigma": sigma, "noise": noise, "x0": x0}
 
-    def forward(
-        self,
-        policy: Policy,
-        micro_batch: Mapping[str, Any],
-        loss_function: LossFunction | None,
-        forward_only: bool,
-        step: int,
-    ) -> tuple[Tensor | None, dict[str, Any]]:
-        """The policy's velocity at one noise level of a micro-batch, with those of the old and reference policy."""
-        indices = range(micro_batch["sigma"].shape[1]) if step == objective.ALL_STEPS else (step,)
-        # Other policies go first: a full fine-tuning swaps weights for them, which no graph may be waiting for.
-        config = losses.config_of(loss_function)
-        rows = [{} if forward_only else self._other_policies(policy, micro_batch, index, config) for index in indices]
-        outputs: list[dict[str, Any]] = []
-        for index, row in zip(indices, rows, strict=True):
-            inputs = self.inputs(micro_batch, index)
-            velocity = _velocity(policy, inputs, micro_batch["settings"])
-            if forward_only:
-                target = inputs["noise"] - inputs["x0"]
-                return None, {"error": (velocity - target).square().flatten(1).mean(1), "sigma": inputs["sigma"]}
-            row |= {key: micro_batch[key][:, index] for key in _PER_SAMPLE_OR_STEP if key in micro_batch}
-            row |= {key: micro_batch[key][:, index] for key in losses.own_tensors(config)}
-            row |= {"x0": inputs["x0"], "noise": inputs["noise"], "x_t": inputs["latents"], "sigma": inputs["sigma"]}
-            if config is not None and config.needs_old_velocity:
-                row.setdefault("old_velocity", velocity.detach())
-            outputs.append({"velocity": velocity})
-        return objective.apply_loss(policy.layout, loss_function, outputs, rows, micro_batch, step)
+    def score(self, inputs: Mapping[str, Any], velocity: Tensor, settings: SamplerSettings) -> dict[str, Tensor]:
+        """The velocity as it is."""
+        return {"velocity": velocity}
 
-    def _other_policies(
-        self, policy: Policy, micro_batch: Mapping[str, Any], step: int, config: DiffusionLossConfig | None
-    ) -> dict[str, Any]:
-        """Velocities of the old and the reference policy, as far as the loss reads them."""
-        if config is None:
-            return {}
-        inputs = self.inputs(micro_batch, step)
-        found: dict[str, Any] = {}
-        reference = self.config.reference_state if config.needs_reference else None
-        old = "old" if config.needs_old_velocity and "old" in policy.model_config.policy_state_adapters else None
-        for state in dict.fromkeys(name for name in (old, reference) if name is not None):
-            with torch.no_grad(), policy.use_adapter(state):
-                velocity = _velocity(policy, inputs, micro_batch["settings"])
-            found |= {"old_velocity": velocity} if state == old else {}
-            found |= {"ref_velocity": velocity} if state == reference else {}
+    def scores(self, inputs: Mapping[str, Any], output: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See the class."""
+        error = output["velocity"] - (inputs["noise"] - inputs["x0"])
+        return {"error": error.square().flatten(1).mean(1), "sigma": inputs["sigma"]}
+
+    def row(
+        self, inputs: Mapping[str, Any], output: Mapping[str, Tensor], config: DiffusionLossConfig | None
+    ) -> dict[str, Tensor]:
+        """The noised latent and its parts; the present velocity as the old one's, which `others` replaces."""
+        found = {"x_t": inputs["latents"], **{key: inputs[key] for key in ("x0", "noise", "sigma")}}
+        if config is not None and config.needs_old_velocity:
+            found["old_velocity"] = output["velocity"].detach()
         return found
 
-
-def _velocity(policy: Policy, inputs: Mapping[str, Any], settings: SamplerSettings) -> Tensor:
-    return policy.velocity(inputs["latents"], inputs["sigma"], inputs["cond"], inputs["negative"], settings)
+    def others(
+        self, policy: Policy, micro_batch: Mapping[str, Any], step: int, config: DiffusionLossConfig
+    ) -> dict[str, Tensor]:
+        """Velocities of the old and the reference policy, as far as the loss reads them."""
+        wanted = {"ref_velocity": self.config.reference_state} if config.needs_reference else {}
+        if config.needs_old_velocity and "old" in policy.model_config.policy_state_adapters:
+            wanted = {"old_velocity": "old", **wanted}
+        inputs, found = self.inputs(policy, micro_batch, step), dict[str, Tensor]()
+        for state in dict.fromkeys(wanted.values()):
+            with torch.no_grad(), policy.use_adapter(state):
+                velocity = self.velocity(policy, micro_batch, inputs)
+            found |= {name: velocity for name, its in wanted.items() if its == state}
+        return found
 
 
 def _levels(config: ForwardProcessConfig, table: Tensor | None, generator: torch.Generator) -> Tensor:

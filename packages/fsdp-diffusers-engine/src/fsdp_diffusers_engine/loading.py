@@ -7,7 +7,6 @@ the safetensors files only the rows that it will hold.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from lora_sync.layers import base_name, local, local_slices
+from sde_samplers import seed_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -113,8 +113,7 @@ class RandomSource:
         if len(shape) < 2:
             whole = torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
             return whole[index] if shape else whole
-        digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "big") >> 1)
+        generator = torch.Generator(self.device).manual_seed(seed_of(self.seed, name))
         return torch.randn(*shape, generator=generator, device=self.device)[index] * 0.02
 
 

@@ -82,11 +82,6 @@ def own_tensors(config: DiffusionLossConfig | None, data: Any = None) -> tuple[s
     return names
 
 
-def joins_steps(config: DiffusionLossConfig | None) -> bool:
-    """Whether the loss looks at a trajectory's steps together, so that they must be in one graph."""
-    return config is not None and config.needs_trajectory
-
-
 def add_noise_scale_weights(tensors: dict[str, Tensor], data: Mapping[str, Any], device: torch.device) -> None:
     """Put `step_weights` [B, W] for `step_weighting="noise_scale"` into a batch: they are normalised over the whole
     window, which a loss that sees one step at a time cannot do. Reads the transitions' `std` [B, W]."""

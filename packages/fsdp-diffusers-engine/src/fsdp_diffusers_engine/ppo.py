@@ -22,7 +22,7 @@ from .adapters import REFERENCE
 from .config import CheckpointConfig, DiffusionModelConfig, FSDPEngineConfig, FSDPOptimizerConfig
 from .engine import DiffusersFSDPEngine
 from .errors import EngineError
-from .objective import LossFunction, Objective, Policy
+from .objective import Objective, Policy
 
 if TYPE_CHECKING:
     from diffusion_losses.config import DiffusionLossConfig
@@ -57,6 +57,8 @@ class Replay(Objective):
 
     A forward-only pass returns `log_probs`, `std` [b, W] and `means` [b, W, …] per micro-batch.
     """
+
+    steps_of = (*_PER_STEP, *_PER_SAMPLE_OR_STEP)
 
     def reads(self, config: DiffusionLossConfig) -> tuple[str, ...]:
         """See `objective.Objective`."""
@@ -97,12 +99,10 @@ class Replay(Objective):
         if config is not None and config.resolved_step_weighting == "noise_scale" and not config.needs_trajectory:
             losses.add_noise_scale_weights(tensors, data, policy.device)
         counted = float(tensors["mask"].sum()) if "mask" in tensors else float(count * steps)
-        return [
-            {**micro, "settings": settings} for micro in objective.cut(policy.layout, data, tensors, counted)
-        ], steps
+        return objective.cut(policy.layout, data, tensors, settings, counted), steps
 
     def inputs(self, policy: Policy, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """Inputs of trained step `step`: latents [b, …], prompts, sigma [b], and the transition's three sigmas,
+        """Inputs of trained step `step`: latents [b, …], sigma [b], and the transition's three sigmas,
         which are plain numbers where all samples share them (then the arithmetic is the rollout's own, to the bit)."""
         rows = torch.arange(len(micro_batch["step_index"]))
         index = micro_batch["step_index"][:, step]
@@ -117,11 +117,9 @@ class Replay(Objective):
             "sigma": sigma.to(policy.device),
             "sigma_next": sigma_next.to(policy.device),
             "transition": {k: float(v[0]) for k, v in transition.items()} if shared else transition,
-            "cond": micro_batch["cond"],
-            "negative": micro_batch["negative"],
         }
 
-    def score(self, velocity: Tensor, inputs: Mapping[str, Any], settings: SamplerSettings) -> dict[str, Any]:
+    def score(self, inputs: Mapping[str, Any], velocity: Tensor, settings: SamplerSettings) -> dict[str, Tensor]:
         """Score the stored transition: `log_probs`, `std` [b], `means`, `velocity` [b, …]."""
         step = sde_step(
             inputs["latents"],
@@ -138,52 +136,26 @@ class Replay(Objective):
             )
         return {"log_probs": step.log_prob, "means": step.mean, "std": step.std, "velocity": velocity}
 
-    def replay(
-        self, policy: Policy, micro_batch: Mapping[str, Any], step: int
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(inputs, outputs) of one trained step under the policy state that is active."""
-        settings: SamplerSettings = micro_batch["settings"]
+    def scores(self, inputs: Mapping[str, Any], output: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See the class."""
+        return {key: output[key] for key in ("log_probs", "means", "std")}
+
+    def row(
+        self, inputs: Mapping[str, Any], output: Mapping[str, Tensor], config: DiffusionLossConfig | None
+    ) -> dict[str, Tensor]:
+        """Where the transition begins and ends."""
+        return {key: inputs[key] for key in ("sigma", "sigma_next", "next_latents")}
+
+    def others(
+        self, policy: Policy, micro_batch: Mapping[str, Any], step: int, config: DiffusionLossConfig
+    ) -> dict[str, Tensor]:
+        """The reference policy's transition, when the loss wants it and the batch has none: with a LoRA one more forward with
+        adapters off, and no second model."""
+        if not config.needs_reference or config.reference_key in micro_batch:
+            return {}
         inputs = self.inputs(policy, micro_batch, step)
-        velocity = policy.velocity(inputs["latents"], inputs["sigma"], inputs["cond"], inputs["negative"], settings)
-        return inputs, self.score(velocity, inputs, settings)
-
-    def forward(
-        self,
-        policy: Policy,
-        micro_batch: Mapping[str, Any],
-        loss_function: LossFunction | None,
-        forward_only: bool,
-        step: int,
-    ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Replay trained step `step` of a micro-batch (`objective.ALL_STEPS`: all of them in one graph).
-
-        The reference policy's transition is computed here, without gradient, when the loss wants it and the batch has
-        none: with a LoRA that is one more forward with adapters off, and no second model.
-        """
-        config = losses.config_of(loss_function)
-        want_reference = (
-            not forward_only
-            and config is not None
-            and config.needs_reference
-            and config.reference_key not in micro_batch
-        )
-        indices = range(micro_batch["latents"].shape[1]) if step == objective.ALL_STEPS else (step,)
-        # The reference goes first: a full fine-tuning swaps weights for it, which no graph may be waiting for.
-        rows = [self._reference(policy, micro_batch, index) if want_reference else {} for index in indices]
-        outputs: list[dict[str, Any]] = []
-        for index, row in zip(indices, rows, strict=True):
-            inputs, output = self.replay(policy, micro_batch, index)
-            wanted = (*_PER_STEP, *_PER_SAMPLE_OR_STEP, *losses.own_tensors(config))
-            row |= {key: micro_batch[key][:, index] for key in wanted if key in micro_batch}
-            row |= {key: inputs[key] for key in ("sigma", "sigma_next", "next_latents")}
-            outputs.append(output)
-        if forward_only:
-            return None, {key: outputs[0][key] for key in ("log_probs", "means", "std")}
-        return objective.apply_loss(policy.layout, loss_function, outputs, rows, micro_batch, step)
-
-    def _reference(self, policy: Policy, micro_batch: Mapping[str, Any], step: int) -> dict[str, Any]:
         with torch.no_grad(), policy.use_adapter(REFERENCE):
-            _, base = self.replay(policy, micro_batch, step)
+            base = self.score(inputs, self.velocity(policy, micro_batch, inputs), micro_batch["settings"])
         return {"ref_means": base["means"], "ref_velocity": base["velocity"]}
 
 

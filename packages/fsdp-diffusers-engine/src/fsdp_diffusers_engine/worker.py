@@ -8,7 +8,6 @@ The class is plain Python; `remote_workers` makes Ray actors of it, one per rank
 from __future__ import annotations
 
 import datetime
-import hashlib
 import math
 import os
 import socket
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from diffusion_losses.config import DiffusionLossConfig
 from diffusion_losses.statistics import Statistic, numbers, pool_statistics, statistic
+from sde_samplers import seed_of
 from tensordict import TensorDict
 
 from . import batch, perf, sharding
@@ -197,7 +197,7 @@ class TrainingWorker:
                     mini = _filled(data[place[chosen][here]], data, -(-most // multiple) * multiple)
                     mini["noise_row"] = torch.cat([here, torch.zeros(len(mini) - len(here), dtype=torch.long)])
                     mini = self._sized(mini)
-                    mini.set_non_tensor("noise_seed", _noise_seed(actor.data_loader_seed, step, epoch, number))
+                    mini.set_non_tensor("noise_seed", seed_of(actor.data_loader_seed, "noise", step, epoch, number))
                     engine.optimizer_zero_grad()
                     rows += engine.forward_backward_batch(mini, first if epoch == number == 0 else loss)
                     rows.append(_step_statistics(engine.step()))
@@ -252,11 +252,6 @@ def _step_statistics(step: dict[str, float]) -> dict[str, Statistic]:
         "actor/skipped_steps": statistic("events", step["actor/skipped_steps"]),
         "actor/empty_steps": statistic("events", step["actor/empty_steps"]),
     }
-
-
-def _noise_seed(seed: int, step: int, epoch: int, number: int) -> int:
-    """Another number for every mini-batch of a run; how many there are in a step may change from step to step."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{epoch}/{number}".encode()).digest()[:6], "little")
 
 
 def _interface_to(init_method: str) -> str | None:

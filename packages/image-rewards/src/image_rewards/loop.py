@@ -31,7 +31,7 @@ from .errors import (
     missing_extra,
     require,
 )
-from .manager import ImageRewardManager
+from .manager import ImageRewardManager, samples_of
 from .registry import absolute, use_folder
 
 Policy = Literal["required", "skip", "value"]
@@ -140,6 +140,16 @@ class RewardLoopManager:
         futures = [self._submit(sample) for sample in samples]
         results = [future.result() for future in futures]
         return [self._apply_policy(sample, result) for sample, result in zip(samples, results, strict=True)]
+
+    def compute_rm_score(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """`score_batch` for a batch of columns; see `manager.samples_of` for `data`.
+
+        Returns:
+            `rm_scores` fp32 [B, 1], NaN for what has no score, and `reward_extra_info`: of each sample its components.
+        """
+        results = self.score_batch(samples_of(data))
+        scores = np.array([[result.score] for result in results], np.float32)
+        return {"rm_scores": scores, "reward_extra_info": [result.components for result in results]}
 
     def health(self, timeout_s: float = 30.0) -> list[int]:
         """Process ids of the workers. Raises when one does not answer; waits for workers that are starting."""

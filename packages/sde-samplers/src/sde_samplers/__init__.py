@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .denoise import rollout
     from .flash import thin_tail
     from .logprob import HALF_LOG_TWO_PI, gaussian_log_prob
-    from .noise import draw_noise, initial_noise, sample_generator
+    from .noise import draw_noise, initial_noise, sample_generator, seed_of
     from .rescore import replay
     from .schedule import (
         FLUX_SHIFT,
@@ -78,6 +78,7 @@ __all__ = [
     "rollout",
     "sample_generator",
     "sde_step",
+    "seed_of",
     "step_coefficients",
     "thin_tail",
 ]

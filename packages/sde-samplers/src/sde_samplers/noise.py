@@ -17,19 +17,22 @@ from .errors import SamplerError
 Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
-def sample_generator(seed: int, uid: str, index: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """The generator of sample `index` of the prompt `uid` under the run's `seed`.
+def seed_of(*parts: int | str) -> int:
+    """A seed of 63 bits, which every device takes, from all that the numbers shall depend on.
 
-    The three are hashed together, so neighbouring seeds or indices give unrelated streams.
+    The parts are hashed together, so neighbouring seeds or steps give unrelated streams.
     """
+    digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def sample_generator(seed: int, uid: str, index: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """The generator of sample `index` of the prompt `uid` under the run's `seed`."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise SamplerError(f"seed={seed!r} must be an integer")
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:
         raise SamplerError(f"index={index!r} must be the sample's number in its group, an integer from 0")
-    digest = hashlib.sha256(f"{seed}\x1f{uid}\x1f{index}".encode()).digest()
-    generator = torch.Generator(device=device)
-    generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # 63 bits: every device takes them
-    return generator
+    return torch.Generator(device=device).manual_seed(seed_of(seed, uid, index))
 
 
 def initial_noise(
