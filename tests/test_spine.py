@@ -59,8 +59,8 @@ class Rewards:
     def __init__(self, *_, **__):
         pass
 
-    async def score(self, sample):
-        return SimpleNamespace(score=float(sample.index), components={}, error=None)
+    async def score_all(self, samples):
+        return [SimpleNamespace(score=float(sample.index), components={}, error=None) for sample in samples]
 
     def shutdown(self):
         pass

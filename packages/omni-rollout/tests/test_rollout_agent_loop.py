@@ -26,8 +26,11 @@ def worker_of(replica, reward=None, loop="diffusion_single_turn_agent"):
     return DiffusionAgentLoopWorker(config, Router([replica]), reward)
 
 
-async def mean_reward(image, prompt, metadata, uid, index):
-    return float(image.mean()), {"strict": float(metadata["count"]), "index": float(index)}, None
+async def mean_reward(requests, pictures):
+    return [
+        (float(picture.mean()), {"strict": float(request.metadata["count"]), "index": float(request.index)}, None)
+        for request, picture in zip(requests, pictures, strict=True)
+    ]
 
 
 def test_every_key_has_its_shape(requests, arithmetic_replica):
@@ -62,9 +65,9 @@ def test_without_a_reward_there_are_no_scores(requests, arithmetic_replica):
 def test_rewards_are_asked_for_as_samples_finish(requests, arithmetic_replica):
     asked = []
 
-    async def reward(image, prompt, metadata, uid, index):
+    async def reward(requests, pictures):
         asked.append(time.perf_counter())
-        return 0.0, {}, "no words found" if index else None
+        return [(0.0, {}, "no words found" if request.index else None) for request in requests]
 
     worker = worker_of(arithmetic_replica(delay=0.03, batch_size=1), reward)
     out = asyncio.run(worker.generate_sequences(requests))

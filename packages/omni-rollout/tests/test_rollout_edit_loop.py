@@ -26,8 +26,8 @@ def client(backend):
     return BackendClient(backend, 8)
 
 
-async def likes_first_of_group(image, prompt, metadata, uid, index):
-    return float(index == 0), {}, None
+async def likes_first_of_group(requests, pictures):
+    return [(float(request.index == 0), {}, None) for request in requests]
 
 
 def test_good_pictures_are_kept_and_others_edited(client, config, requests):

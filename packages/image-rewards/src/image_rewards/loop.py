@@ -1,6 +1,6 @@
 """`RewardLoopManager`: a pool of reward processes that scores each sample the moment it is finished.
 
-    driver: score(sample) -> queue -> the least loaded worker -> result     (one future per sample, set once)
+    driver: score(sample) -> queue -> the least loaded worker -> result     (each sample's set once)
 
 A worker gets a sample only when it has room. So when it dies, exactly its samples are known: they are queued again and the
 worker is replaced. Nobody waits for the late answer of a worker that was replaced, so no sample counts twice. `policy` says
@@ -48,10 +48,26 @@ class Stored:
     row: int
 
 
+class _Call:
+    """Samples that were asked for together, until all have results."""
+
+    def __init__(self, count: int) -> None:
+        self.results: list[Any] = [None] * count
+        self.left = count
+        self.done: Future[list[RewardResult]] = Future()
+
+    def put(self, place: int, result: RewardResult) -> None:
+        self.results[place] = result
+        self.left -= 1
+        if not self.left and not self.done.done():  # a cancelled caller has no use for it
+            self.done.set_result(self.results)
+
+
 @dataclass
 class _Job:
     sample: RewardSample
-    done: Future[RewardResult]
+    call: _Call
+    place: int
     attempts: int = 0
     alone: bool = False  # after a crash: never again in one batch with others
 
@@ -133,12 +149,16 @@ class RewardLoopManager:
 
     async def score(self, sample: RewardSample) -> RewardResult:
         """Score one sample; returns when it is done. Raises `RewardError` under policy "required"."""
-        return self._apply_policy(sample, await asyncio.wrap_future(self._submit(sample)))
+        return (await self.score_all([sample]))[0]
+
+    async def score_all(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """`score` of several, in order; returns when all are done."""
+        results = await asyncio.wrap_future(self._submit(samples))
+        return [self._apply_policy(sample, result) for sample, result in zip(samples, results, strict=True)]
 
     def score_batch(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """Score samples and wait for all, in order. Not for use inside a running event loop (it blocks)."""
-        futures = [self._submit(sample) for sample in samples]
-        results = [future.result() for future in futures]
+        results = self._submit(samples).result()
         return [self._apply_policy(sample, result) for sample, result in zip(samples, results, strict=True)]
 
     def compute_rm_score(self, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,16 +218,19 @@ class RewardLoopManager:
 
     # From here on everything runs in the manager's own loop, so no state needs a lock.
 
-    def _submit(self, sample: RewardSample) -> Future[RewardResult]:
+    def _submit(self, samples: Sequence[RewardSample]) -> Future[list[RewardResult]]:
         if self._closed:
             raise RewardError("this RewardLoopManager was shut down.")
-        job = _Job(sample, Future())
-        self._loop.call_soon_threadsafe(self._enqueue, job)
-        return job.done
+        call = _Call(len(samples))
+        if not samples:
+            call.done.set_result([])
+        jobs = [_Job(sample, call, place) for place, sample in enumerate(samples)]
+        self._loop.call_soon_threadsafe(self._enqueue, jobs)
+        return call.done
 
-    def _enqueue(self, job: _Job) -> None:
-        self.stats.asked += 1
-        self._queue.append(job)
+    def _enqueue(self, jobs: list[_Job]) -> None:
+        self.stats.asked += len(jobs)
+        self._queue.extend(jobs)
         self._pump()
 
     def _pump(self) -> None:
@@ -228,7 +251,7 @@ class RewardLoopManager:
         jobs: list[_Job] = []
         while self._queue and len(jobs) < self.batch_size and not (jobs and (self._queue[0].alone or jobs[0].alone)):
             job = self._queue.popleft()
-            if job.done.cancelled():  # its caller gave up
+            if job.call.done.cancelled():  # its caller gave up
                 self.stats.asked -= 1
             else:
                 jobs.append(job)
@@ -286,8 +309,7 @@ class RewardLoopManager:
         if result.error is not None:
             self.stats.failed += 1
             self.stats.errors[result.error.split(":", 1)[0]] += 1
-        if not job.done.done():  # a cancelled caller has no use for it
-            job.done.set_result(result)
+        job.call.put(job.place, result)
 
     async def _drain(self) -> None:
         for task in list(self._tasks):

@@ -1,7 +1,7 @@
 """The agent loop: requests in, a batch of scored samples out.
 
-Samples come back in chunks, as they are drawn; the reward of each is asked for the moment its chunk is there, while the others
-are still being drawn.
+Samples come back in chunks, as they are drawn; the rewards of a chunk are asked for the moment it is there, while the others are
+still being drawn.
 
 Shapes: B sample; the keys of a batch are those of `samples`.
 """
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .config import DiffusionRolloutConfig
-from .loop_base import Client, DiffusionAgentLoop, Reward
+from .loop_base import Client, DiffusionAgentLoop, Reward, Score
 from .loops import get_agent_loop
-from .samples import Chunk, in_order, pictures_of
+from .samples import Chunk, column, in_order, pictures_of
 from .types import GenerationRequest
 
 if TYPE_CHECKING:
@@ -55,49 +55,46 @@ class DiffusionAgentLoopWorker:
             RolloutError: a sample could not be drawn; the others are cancelled, none is dropped in silence.
         """
         chunks: list[Chunk] = []
-        scoring: dict[int, asyncio.Task[tuple[float, dict[str, float], str | None]]] = {}
+        scoring: list[asyncio.Future[Sequence[Score]]] = []  # of each chunk
         try:
             async for places, samples in self.loop.run(requests):
                 chunks.append((places, samples))
                 if self.reward is not None:
-                    for place, picture in zip(places, pictures_of(samples), strict=True):
-                        scoring[place] = asyncio.ensure_future(self._score(requests[place], picture))
-                for task in scoring.values():
+                    asked = [requests[place] for place in places]
+                    scoring.append(asyncio.ensure_future(self.reward(asked, pictures_of(samples))))
+                for task in scoring:
                     if task.done():
                         task.result()  # a reward that failed ends the drawing too
-            await asyncio.gather(*scoring.values())
+            scores = await asyncio.gather(*scoring)
         except BaseException:
-            for task in scoring.values():
+            for task in scoring:
                 task.cancel()
-            await asyncio.gather(*scoring.values(), return_exceptions=True)
+            await asyncio.gather(*scoring, return_exceptions=True)
             raise
         batch = in_order(chunks)
         _describe(batch, requests)
         if self.reward is not None:
-            _add_scores(batch, [scoring[place].result() for place in range(len(requests))])
+            found = {
+                place: one
+                for (places, _), part in zip(chunks, scores, strict=True)
+                for place, one in zip(places, part, strict=True)
+            }
+            _add_scores(batch, [found[place] for place in range(len(requests))])
         return batch
-
-    async def _score(self, request: GenerationRequest, picture: Any) -> tuple[float, dict[str, float], str | None]:
-        assert self.reward is not None
-        return await self.reward(picture, request.prompt, request.metadata, request.uid, request.index)
 
 
 def _describe(batch: TensorDict, requests: Sequence[GenerationRequest]) -> None:
     import torch
-    from tensordict import NonTensorStack
 
     batch["seed"] = torch.tensor([request.seed for request in requests])
     batch["index"] = torch.tensor([request.index for request in requests])
-    batch["uid"] = NonTensorStack(*(request.uid for request in requests))
-    batch["prompt"] = NonTensorStack(*(request.prompt for request in requests))
-    batch["metadata"] = NonTensorStack(*(dict(request.metadata) for request in requests))
-    batch["settings"] = NonTensorStack(*(request.settings for request in requests))
+    for name in ("uid", "prompt", "metadata", "settings"):
+        batch[name] = column([getattr(request, name) for request in requests])
 
 
-def _add_scores(batch: TensorDict, results: Sequence[tuple[float, dict[str, float], str | None]]) -> None:
+def _add_scores(batch: TensorDict, results: Sequence[Score]) -> None:
     import torch
-    from tensordict import NonTensorStack
 
     batch["rm_scores"] = torch.tensor([score for score, _, _ in results], dtype=torch.float32).unsqueeze(-1)
-    batch["reward_components"] = NonTensorStack(*(components for _, components, _ in results))
-    batch["reward_errors"] = NonTensorStack(*(error for _, _, error in results))
+    batch["reward_components"] = column([components for _, components, _ in results])
+    batch["reward_errors"] = column([error for _, _, error in results])

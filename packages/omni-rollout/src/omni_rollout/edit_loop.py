@@ -8,7 +8,6 @@ which the edit began, so rows of one batch may differ in `step_index` and in `nu
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -66,11 +65,7 @@ class DiffusionJudgeEditAgentLoop(DiffusionAgentLoop):
 
     async def _judge(self, members: list[tuple[int, GenerationRequest]], samples: TensorDict) -> list[float]:
         assert self.reward is not None
-        asked = (
-            self.reward(picture, request.prompt, request.metadata, request.uid, request.index)
-            for (_, request), picture in zip(members, pictures_of(samples), strict=True)
-        )
-        return [score for score, _, _ in await asyncio.gather(*asked)]
+        return [score for score, _, _ in await self.reward([request for _, request in members], pictures_of(samples))]
 
 
 def edited(request: GenerationRequest, latents: Tensor, turn: int) -> GenerationRequest:

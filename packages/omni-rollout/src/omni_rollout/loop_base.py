@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .config import DiffusionRolloutConfig
@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-#: `await reward(image uint8 [C,H,W] | [T,C,H,W], prompt, metadata, uid, index) -> (score, components, error or None)`;
-#: the image is what `samples.pictures_of` gave.
-Reward = Callable[[Any, str, Mapping[str, Any], str, int], Awaitable[tuple[float, dict[str, float], "str | None"]]]
+Score = tuple[float, dict[str, float], "str | None"]
+"""Of a sample: score, components, and an error where it has none."""
+
+Reward = Callable[[Sequence[GenerationRequest], Sequence[Any]], Awaitable[Sequence[Score]]]
+"""`await reward(requests, pictures)` of a chunk; the pictures are what `samples.pictures_of` gave."""
 
 
 class Client(Protocol):

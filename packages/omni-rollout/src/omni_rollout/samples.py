@@ -26,7 +26,7 @@ from .types import GenerationRequest
 if TYPE_CHECKING:
     from sde_samplers import SigmaSchedule, Trajectory
     from sde_samplers.settings import SamplerSettings
-    from tensordict import TensorDict
+    from tensordict import NonTensorStack, TensorDict
 
 Chunk = tuple[list[int], "TensorDict"]
 """Positions of some requests in a call, and their samples in that order."""
@@ -125,9 +125,8 @@ def in_order(chunks: Sequence[Chunk]) -> TensorDict:
             "the samples of one call do not hold the same keys: use one call for each kind of request."
         )
     parts = [part for _, part in chunks]
-    if len(parts) > 1:
-        widths = {key: max(part[key].shape[1] for part in parts) for key in _PADDED if key in parts[0].keys()}  # noqa: SIM118
-        parts = [_widened(part, widths) for part in parts]
+    widths = {key: max(part[key].shape[1] for part in parts) for key in _PADDED if key in parts[0].keys()}  # noqa: SIM118
+    parts = [_widened(part, widths) if widths else part for part in parts]
     order = torch.tensor([place for places, _ in chunks for place in places]).argsort()
     joined = TensorDict.cat(parts) if len(parts) > 1 else parts[0]
     return joined if bool((order == torch.arange(len(order))).all()) else joined[order]
@@ -140,6 +139,14 @@ def _widened(part: TensorDict, widths: dict[str, int]) -> TensorDict:
         if missing:
             part[key] = torch.nn.functional.pad(value, (0, 0) * (value.ndim - 2) + (0, missing))
     return part
+
+
+def column(values: Sequence[Any]) -> NonTensorStack:
+    """Things that are no numbers, one a row, for a batch; what stands in several rows is held once."""
+    from tensordict import NonTensorData, NonTensorStack
+
+    held = {key: NonTensorData(value) for key, value in {id(value): value for value in values}.items()}
+    return NonTensorStack(*(held[id(value)] for value in values))
 
 
 def pictures_of(samples: TensorDict) -> Sequence[Any]:

@@ -25,10 +25,11 @@ from lora_sync import verify
 from omni_rollout.agent_loop import DiffusionAgentLoopWorker
 from omni_rollout.config import DiffusionPipelineConfig
 from omni_rollout.fleet import Fleet
-from omni_rollout.samples import Chunk
+from omni_rollout.loop_base import Score
+from omni_rollout.samples import Chunk, column
 from omni_rollout.sampling import resolve_settings
 from omni_rollout.types import GenerationRequest
-from tensordict import NonTensorStack, TensorDict
+from tensordict import TensorDict
 from torch import Tensor
 
 from .config import RunConfig
@@ -104,12 +105,12 @@ class Rollouts:
         self.agent_loop = DiffusionAgentLoopWorker(config.rollout, sampler, self._reward)
         self._faults: dict[str, float] = {}
 
-    async def _reward(
-        self, image: Any, prompt: str, metadata: Mapping[str, Any], uid: str, index: int
-    ) -> tuple[float, dict[str, float], str | None]:
-        sample = RewardSample(image=image, prompt=prompt, metadata=dict(metadata), uid=uid, index=index)
-        result = await self.rewards.score(sample)
-        return result.score, result.components, result.error
+    async def _reward(self, requests: Sequence[GenerationRequest], pictures: Sequence[Any]) -> list[Score]:
+        samples = [
+            RewardSample(picture, one.prompt, dict(one.metadata), uid=one.uid, index=one.index)
+            for one, picture in zip(requests, pictures, strict=True)
+        ]
+        return [(result.score, result.components, result.error) for result in await self.rewards.score_all(samples)]
 
     async def sample(
         self,
@@ -196,7 +197,7 @@ def chunk(facts: Mapping[str, np.ndarray], pictures: Any, owners: Sequence[int])
     made = TensorDict({name: torch.from_numpy(value.copy()) for name, value in facts.items()}, batch_size=[len(owners)])
     if "slot" in facts:
         made["owner"] = torch.tensor(owners)
-    made["responses"] = NonTensorStack(*(Stored(pictures, row) for row in range(len(owners))))
+    made["responses"] = column([Stored(pictures, row) for row in range(len(owners))])
     return made
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omni_rollout.samples import PROMPTS, Rows
-from tensordict import NonTensorStack, TensorDict
+from omni_rollout.samples import PROMPTS, Rows, column
+from tensordict import TensorDict
 from torch import Tensor
 
 from . import schema
@@ -76,7 +76,7 @@ class Store:
     def batch(self, slots: Sequence[int]) -> TensorDict:
         """TensorDict [b] as the engine reads it; a slot may occur more than once."""
         batch = TensorDict(self._tensors(slots), batch_size=[len(slots)])
-        batch["settings"] = NonTensorStack(*(self._facts[slot][1] for slot in slots))
+        batch["settings"] = column([self._facts[slot][1] for slot in slots])
         schema.check(batch, (*self.names, "prompt_embeds", "prompt_embeds_mask"), "the rollout")
         return batch
 
