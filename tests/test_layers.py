@@ -1,6 +1,8 @@
 """The import rules hold, and the checker can tell when they do not."""
 
+import ast
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,67 @@ def test_a_ring_inside_a_package_is_found(tmp_path, kind):
     assert check_layers.problems(tmp_path, {}) == []
     (line,) = check_layers.problems(tmp_path, {"sde_samplers": {"a", "b"}})
     assert "a, b are no ring any more; take them out of KNOWN_RINGS" in line
+
+
+SOURCES = sorted(
+    file for place in ("packages/*/src", "apps/*", "examples", "tools") for file in ROOT.glob(f"{place}/**/*.py")
+)
+
+
+def parts_of(text, *kinds):
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+
+
+def other_dialect(text):
+    """Lines of a file's docstrings that are not Google style: roles, double ticks, arguments listed without `Args:`."""
+    found = []
+    for node in parts_of(text, ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef):
+        doc = ast.get_docstring(node) or ""
+        given = getattr(node, "args", None)
+        names = {one.arg for one in [*given.args, *given.kwonlyargs]} if given else set()
+        headed = re.search(r"^Args:$", doc, re.M)
+        for line in doc.splitlines():
+            marked = re.search(r"(?<!`)``(?!`)|:(class|func|meth|mod|param|returns?):|^(Errors|Parameters):", line)
+            listed = re.match(r"(\w+)(, \w+)*(:| {2,})", line)
+            if marked or (listed and listed[1] in names and not headed):
+                found.append(line)
+    return found
+
+
+def test_docstrings_have_one_dialect():
+    assert {str(f): bad for f in SOURCES if (bad := other_dialect(f.read_text(encoding="utf-8")))} == {}
+
+
+@pytest.mark.parametrize(
+    "line", ["a: one number", "a   one number", "See :func:`f`.", "The ``a``.", "Errors: `X` for it."]
+)
+def test_another_dialect_is_found(line):
+    assert other_dialect(f'def f(a):\n    """Short.\n\n    {line}\n    """\n') == [line]
+    assert other_dialect('def f(a):\n    """Short.\n\n    Args:\n        a: one number.\n    """\n') == []
+
+
+def test_ray_is_imported_in_one_way():
+    """A package that can do without Ray has one `import_ray`; the loop cannot, and imports it where it is used."""
+    homes = []
+    for file in SOURCES:
+        place, package = file.relative_to(ROOT).parts[:2]
+        if place == "packages" and package != "ray-trainer":
+            for function in parts_of(file.read_text(encoding="utf-8"), ast.FunctionDef, ast.AsyncFunctionDef):
+                names = [a.name for node in ast.walk(function) if isinstance(node, ast.Import) for a in node.names]
+                homes += [(package, function.name)] * ("ray" in names)
+    assert homes == [(name, "import_ray") for name in ("fsdp-diffusers-engine", "image-rewards", "omni-rollout")]
+
+
+# CONTRIBUTING says why: the main command's numbers hang on them, or they follow a published rule.
+OWN_SEEDS = {"windows.py", "prompts.py", "batch.py", "adapters.py", "tiny.py"}
+
+
+def test_seeds_are_derived_in_one_place():
+    found = []
+    for file in SOURCES:
+        if file.relative_to(ROOT).parts[0] in ("packages", "apps"):
+            for call in parts_of(file.read_text(encoding="utf-8"), ast.Call):
+                draws = ast.unparse(call.func).endswith((".manual_seed", "random.Random", "default_rng"))
+                if draws and not ast.unparse(call.args[0]).startswith("seed_of("):
+                    found.append(file.name)
+    assert sorted(found) == sorted(OWN_SEEDS)

@@ -125,7 +125,7 @@ def receiver(name: str, pipe: Connection, sizes: tuple[int, int, int], device_na
 
 
 def one_round(module: nn.Module, channel: Transport, pipe: Connection, version: int, check: bool, ready: Any) -> float:
-    """Seconds of one sync; ``ready`` is a payload made before, for rounds without hashes."""
+    """Seconds of one sync; `ready` is a payload made before, for rounds without hashes."""
     if check:
         pipe.send(True)
         start = time.perf_counter()

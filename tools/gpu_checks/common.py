@@ -44,7 +44,7 @@ LOSS = DiffusionLossConfig(clip_ratio=9.0, ref_kl_coef=0.5)
 
 
 def report(name: str, ok: bool | None, **figures: Any) -> None:
-    """One result as a JSON line; ``ok`` is None for what is only measured."""
+    """One result as a JSON line; `ok` is None for what is only measured."""
     rounded = {k: float(f"{v:.4g}") if isinstance(v, float) and math.isfinite(v) else v for k, v in figures.items()}
     print(json.dumps({"check": name, "ok": ok, **rounded}), flush=True)
 
@@ -99,7 +99,7 @@ def copies(tensors: Mapping[str, Tensor]) -> Weights:
 
 
 def gradient_of(engine: PPODiffusersFSDPEngine, data: TensorDict) -> Weights:
-    """Gradient of the loss on ``data``; it stays in the engine. What has none counts as zero, as in compiled blocks."""
+    """Gradient of the loss on `data`; it stays in the engine. What has none counts as zero, as in compiled blocks."""
     engine.optimizer_zero_grad()
     engine.forward_backward(data, DiffusionLoss(LOSS))
     return copies({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in engine.trainable.items()})
@@ -114,7 +114,7 @@ def update(engine: PPODiffusersFSDPEngine, data: TensorDict) -> tuple[Weights, W
 
 
 def apart(found: Weights, other: Weights) -> float:
-    """L2 distance over all tensors, as a share of ``other``'s norm."""
+    """L2 distance over all tensors, as a share of `other`'s norm."""
     distance = sum(float((found[n] - other[n]).double().square().sum()) for n in other)
     return (distance / sum(float(t.double().square().sum()) for t in other.values())) ** 0.5
 

@@ -28,7 +28,7 @@ from sde_samplers.settings import SamplerSettings
 from tensordict import TensorDict
 
 DEVICE = os.environ.get("ENGINE_TEST_DEVICE", "cpu")
-"""Where the ranks of ``test_engine_ranks.py`` compute: ``cpu`` or ``cuda``."""
+"""Where the ranks of `test_engine_ranks.py` compute: `cpu` or `cuda`."""
 SIGMAS = (1.0, 0.8, 0.5, 0.0)
 SETTINGS = SamplerSettings(height=32, width=32, num_inference_steps=3, kind="flow_sde", noise_level=0.7, window=(0, 1))
 
@@ -79,7 +79,7 @@ def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build_engine(path: Path, kind: str = "ppo", full: bool = False, **options: Any) -> Any:
-    """An initialised engine (on the CPU); ``model``, ``engine``, ``optim``, ``checkpoint`` override config fields."""
+    """An initialised engine (on the CPU); `model`, `engine`, `optim`, `checkpoint` override config fields."""
     model = {"lora_rank": 0 if full else 4, "lora_alpha": 8, **options.get("model", {})}
     chosen = PPODiffusersFSDPEngine if kind == "ppo" else ForwardProcessDiffusersFSDPEngine
     extra = {"forward_config": options["forward"]} if "forward" in options else {}
@@ -95,7 +95,7 @@ def build_engine(path: Path, kind: str = "ppo", full: bool = False, **options: A
 
 
 def build_batch(shape: tuple[int, ...], count: int = 5, window: int = 2, seed: int = 0, tokens: int = 7) -> TensorDict:
-    """``count`` samples with random transitions and prompts of different lengths (64 channels)."""
+    """`count` samples with random transitions and prompts of different lengths (64 channels)."""
     draw = torch.Generator().manual_seed(seed)
     latents = torch.randn(count, window, *shape, generator=draw)
     mask = torch.arange(tokens) < torch.randint(3, tokens + 1, (count, 1), generator=draw)
@@ -119,7 +119,7 @@ def build_batch(shape: tuple[int, ...], count: int = 5, window: int = 2, seed: i
 
 @pytest.fixture
 def make_engine(tiny_qwen: Path) -> Callable[..., Any]:
-    """``make_engine(kind, full, model={…})``: an engine over the tiny Qwen-Image, with weights that are not the start's."""
+    """`make_engine(kind, full, model={…})`: an engine over the tiny Qwen-Image, with weights that are not the start's."""
 
     def make(kind: str = "ppo", full: bool = False, **options: Any) -> Any:
         return build_engine(options.pop("path", tiny_qwen), kind, full, **options)
@@ -129,7 +129,7 @@ def make_engine(tiny_qwen: Path) -> Callable[..., Any]:
 
 @pytest.fixture
 def make_batch() -> Callable[..., TensorDict]:
-    """``make_batch(count=…, window=…, seed=…)`` for the tiny Qwen-Image at 32 x 32 pixels (4 tokens of 64)."""
+    """`make_batch(count=…, window=…, seed=…)` for the tiny Qwen-Image at 32 x 32 pixels (4 tokens of 64)."""
 
     def make(**options: Any) -> TensorDict:
         return build_batch((4, 64), **options)
@@ -153,7 +153,7 @@ def stir() -> Callable[[Any], None]:
 
 @pytest.fixture
 def make_worker(tiny_qwen: Path) -> Callable[..., TrainingWorker]:
-    """``make_worker(loss, states=[…], …)``: a ready worker over the tiny Qwen-Image; keywords go to the actor's config."""
+    """`make_worker(loss, states=[…], …)`: a ready worker over the tiny Qwen-Image; keywords go to the actor's config."""
 
     def make(
         loss: DiffusionLossConfig | None = None, states: tuple[str, ...] = ("default", "old"), **actor: Any

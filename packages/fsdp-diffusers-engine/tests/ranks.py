@@ -1,9 +1,9 @@
-"""Runs the scenarios of ``test_engine_ranks.py`` on 1, 2 and 4 gloo ranks and leaves what each rank found in files.
+"""Runs the scenarios of `test_engine_ranks.py` on 1, 2 and 4 gloo ranks and leaves what each rank found in files.
 
 A script of its own: it imports once and forks the ranks, so that eight processes cost one import. The parent computes
-nothing (a fork after autograd has started threads is refused by torch). Usage: ``ranks.py OUT QWEN_FOLDER WAN_FOLDER``.
-With ``ENGINE_TEST_DEVICE=cuda`` each rank has a GPU and they talk through NCCL; groups larger than the machine are left
-out, and a rank is a process of its own (``… GROUP RANK``), for CUDA refuses to be forked.
+nothing (a fork after autograd has started threads is refused by torch). Usage: `ranks.py OUT QWEN_FOLDER WAN_FOLDER`.
+With `ENGINE_TEST_DEVICE=cuda` each rank has a GPU and they talk through NCCL; groups larger than the machine are left
+out, and a rank is a process of its own (`… GROUP RANK`), for CUDA refuses to be forked.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What only a GPU shows: real copies between host and card, pinned memory, bf16 products, Inductor. Skipped without one.
 
-Ranks on GPUs: ``ENGINE_TEST_DEVICE=cuda pytest packages/fsdp-diffusers-engine/tests/test_engine_ranks.py``.
+Ranks on GPUs: `ENGINE_TEST_DEVICE=cuda pytest packages/fsdp-diffusers-engine/tests/test_engine_ranks.py`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_card_and_cpu_agree(make_engine: Any, make_batch: Any, stir: Any, kind: 
 
 
 def compare(make: Any, batch: Any, stir: Any, options: dict[str, Any], full: bool = False) -> Any:
-    """Two updates with and without ``options`` give the same numbers; returns the engine with them."""
+    """Two updates with and without `options` give the same numbers; returns the engine with them."""
     states = {"policy_state_adapters": ["default", "reference"]} if full else {}
     results = []
     for chosen in ({}, options):

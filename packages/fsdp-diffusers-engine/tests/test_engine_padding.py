@@ -38,7 +38,7 @@ def test_there_and_back() -> None:
 def test_without_a_mask_every_token_stays() -> None:
     jagged = embeds_padding_2_no_padding(batch(None))
     assert [len(row) for row in jagged["prompt_embeds"].unbind()] == [4, 4]
-    assert "prompt_embeds_mask" not in jagged.keys()  # noqa: SIM118
+    assert "prompt_embeds_mask" not in jagged.keys()
 
 
 def test_gradients_pass_through() -> None:

@@ -1,6 +1,6 @@
-"""What 2 and 4 ranks compute is what one process computes. ``ranks.py`` runs them; here the results are compared.
+"""What 2 and 4 ranks compute is what one process computes. `ranks.py` runs them; here the results are compared.
 
-``ENGINE_TEST_DEVICE=cuda`` runs them on as many GPUs, through NCCL.
+`ENGINE_TEST_DEVICE=cuda` runs them on as many GPUs, through NCCL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def need(world: int) -> None:
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory, tiny_qwen: Path, tiny_wan: Path) -> Any:
-    """``ranks(scenario, world, rank)``: what that rank found."""
+    """`ranks(scenario, world, rank)`: what that rank found."""
     out = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).with_name("ranks.py")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"} | (

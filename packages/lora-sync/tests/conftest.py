@@ -174,7 +174,7 @@ TINY = {
 
 
 class Helpers:
-    """What tests share, reached through the ``tools`` fixture."""
+    """What tests share, reached through the `tools` fixture."""
 
     tiny = TINY
     assets = ASSETS

@@ -1,4 +1,4 @@
-"""One gloo rank of the distributed tests; run by test_lora_ranks.py as ``python ranks_worker.py RANK WORLD STORE OUT``.
+"""One gloo rank of the distributed tests; run by test_lora_ranks.py as `python ranks_worker.py RANK WORLD STORE OUT`.
 
 Writes {check: result} as JSON. Collective calls are in the same order on every rank, whatever the results are.
 """

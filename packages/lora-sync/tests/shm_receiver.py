@@ -1,4 +1,4 @@
-"""A receiver in a process of its own; run by test_lora_transport.py as ``python shm_receiver.py NAME``.
+"""A receiver in a process of its own; run by test_lora_transport.py as `python shm_receiver.py NAME`.
 
 Prints one line per message that arrived, and dies without a word in the middle of the third.
 """

@@ -1,4 +1,4 @@
-"""``python -m lora_sync``: tables a person can read, exit codes a script can use."""
+"""`python -m lora_sync`: tables a person can read, exit codes a script can use."""
 
 from __future__ import annotations
 

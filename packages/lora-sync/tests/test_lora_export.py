@@ -270,7 +270,7 @@ def test_rslora_scale_is_kept(tools, tmp_path):
 
 
 def test_a_layer_named_like_the_end_of_another_is_not_adapted_by_accident(tools, tmp_path):
-    """FLUX has ``proj_out`` at the top and in every single block."""
+    """FLUX has `proj_out` at the top and in every single block."""
     ours = tools.adapted("flux", targets=("single_transformer_blocks.0.proj_out",))
     payload = extract_lora(ours, version=1)
     assert payload.modules == ("single_transformer_blocks.0.proj_out",)
@@ -289,7 +289,7 @@ def test_bfloat16_stays_bfloat16(tools, tmp_path):
     for format in ("diffusers", "peft", "comfy"):
         file = export(payload, format, tmp_path / format)
         with safe_open(file, "pt") as opened:
-            key = next(k for k in opened.keys() if k.endswith("weight"))  # noqa: SIM118
+            key = next(k for k in opened.keys() if k.endswith("weight"))
             assert opened.get_tensor(key).dtype == torch.bfloat16
 
 

@@ -35,7 +35,7 @@ async def mean_reward(requests, pictures):
 
 def test_every_key_has_its_shape(requests, arithmetic_replica):
     out = asyncio.run(worker_of(arithmetic_replica(batch_size=2), mean_reward).generate_sequences(requests))
-    shapes = {key: tuple(out[key].shape) for key in out.keys() if isinstance(out[key], torch.Tensor)}  # noqa: SIM118
+    shapes = {key: tuple(out[key].shape) for key in out.keys() if isinstance(out[key], torch.Tensor)}
     assert shapes == {
         "responses": (4, 3, 2, 2), "rm_scores": (4, 1), "latents": (4, 2, 3, 2, 2), "next_latents": (4, 2, 3, 2, 2),
         "step_index": (4, 2), "sigmas": (4, 7), "std": (4, 2), "rollout_log_probs": (4, 2),

@@ -25,7 +25,7 @@ def test_it_follows_the_protocol(backend):
 
 def test_means_come_when_they_are_asked_for(backend, make_request):
     plain, asked = (backend.generate(requests_of(make_request, return_means=ask)) for ask in (False, True))
-    assert "means" not in plain.keys()  # noqa: SIM118 - `in` on a TensorDict means something else
+    assert "means" not in plain.keys()
     trace = asked[0]
     again = gaussian_log_prob(trace["next_latents"], trace["means"], trace["std"])
     torch.testing.assert_close(again, trace["rollout_log_probs"], rtol=0, atol=1e-6)
@@ -34,7 +34,7 @@ def test_means_come_when_they_are_asked_for(backend, make_request):
 def test_equal_calls_are_bitwise_equal_and_seeds_matter(backend, make_request):
     first, again = (backend.generate(requests_of(make_request)) for _ in range(2))
     assert set(first.keys()) == set(again.keys())
-    assert all(torch.equal(first[key], again[key]) for key in first.keys())  # noqa: SIM118
+    assert all(torch.equal(first[key], again[key]) for key in first.keys())
     others = backend.generate(requests_of(make_request, seed=8))
     assert all(not torch.equal(a, b) for a, b in zip(first["latents"], others["latents"], strict=True))
     pictures = {picture.numpy().tobytes() for picture in first["responses"]}

@@ -243,7 +243,7 @@ def test_a_whole_folder_passes_and_is_counted(sharded, folder):
         shard(folder)
     assert check_folder(folder).pipeline_class == "QwenImagePipeline"
     with safe_open(str(builtin("models", "tiny_qwen_image") / WEIGHTS), framework="pt") as file:
-        assert part_shapes(folder) == {key: tuple(file.get_tensor(key).shape) for key in file.keys()}  # noqa: SIM118
+        assert part_shapes(folder) == {key: tuple(file.get_tensor(key).shape) for key in file.keys()}
 
 
 @pytest.mark.parametrize("name", sorted({*available(), "sd35", "wan_5b", "wan_unipc", "flux_schnell"}))

@@ -93,7 +93,7 @@ def test_rows_are_filled_up_and_masked(rows, expected):
     full = _filled(batch, batch, expected)
     assert len(full) == expected
     assert full["x"][:rows].tolist() == list(range(rows))
-    assert "mask" not in batch.keys()  # noqa: SIM118
+    assert "mask" not in batch.keys()
     if expected > rows:
         assert full["mask"].tolist() == [True] * rows + [False] * (expected - rows)
         assert full["x"][rows] == 0  # pairs stay pairs: the repetition begins at the first row

@@ -85,7 +85,7 @@ def test_every_kind_of_batch_is_recorded(tmp_path):
         assert tensors[name].dtype == batch[name].dtype
     assert tensors["nan"].isnan().all()
     rest = json.loads((folder / "batch.json").read_text())
-    assert set(tensors) | set(rest) == {str(key) for key in batch.keys()}  # noqa: SIM118
+    assert set(tensors) | set(rest) == {str(key) for key in batch.keys()}
     assert "why" in (folder / "error.txt").read_text()
 
 

@@ -40,15 +40,16 @@ def rollout_correction(
 ) -> CorrectionOutput:
     """Weights, mask and diagnostics for a batch; call it once, before the batch is cut into micro-batches.
 
-    old_log_probs: the trainer's, [B] or [B, W]; may be None in bypass mode, which then has no diagnostics.
+    Args:
+        old_log_probs: the trainer's, [B] or [B, W]; may be None in bypass mode, which then has no diagnostics.
         rollout_log_probs: the sampler's, same shape.
-    mode: see the module docstring. "decoupled" is the default because it keeps the trust region where the trainer
-        measures it.
-    level: what one ratio is about: "step" exp(d_k), "trajectory" exp(sum_k d_k) (the product over the window),
-        "trajectory_mean" exp(mean_k d_k) (geometric), with d = old - rollout.
-    cap: weights are truncated at this value (decoupled only).
-    reject: (low, high): elements, or whole trajectories, whose ratio is outside are masked out.
-    mask: bool, elements that count at all.
+        mode: see the module docstring. "decoupled" is the default because it keeps the trust region where the trainer
+            measures it.
+        level: what one ratio is about: "step" exp(d_k), "trajectory" exp(sum_k d_k) (the product over the window),
+            "trajectory_mean" exp(mean_k d_k) (geometric), with d = old - rollout.
+        cap: weights are truncated at this value (decoupled only).
+        reject: (low, high): elements, or whole trajectories, whose ratio is outside are masked out.
+        mask: bool, elements that count at all.
 
     Metrics: correction/kl (mean of rollout - old), k3 (mean of e^d - 1 - d, never negative), chi2 (mean of e^2d,
     minus 1), abs_delta_mean, abs_delta_max, abs_delta_step_<k> for every window step, weight_mean|min|max, truncated

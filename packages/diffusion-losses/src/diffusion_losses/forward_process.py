@@ -94,9 +94,14 @@ def nft_terms(
     mean absolute error of their read-out (float64, floored at `weight_min`) and the mixture by beta, as both public
     codes do; "theorem" leaves all of that out. negative_branch=False drops (1 - r) N, as the paper's ablation does.
 
-    velocity, old_velocity, x0, x_t: step shape + D...; sigma, probability: the step shape. Velocities are mixed in
-    the dtype in which they are given, as the public codes do: hand in float32 to have float32. Raises `LossError`
-    for beta <= 0.
+    Args:
+        velocity, old_velocity: step shape + D...; mixed in the dtype in which they are given, as the public codes do: hand in
+            float32 to have float32.
+        x0, x_t: step shape + D...
+        sigma, probability: the step shape.
+
+    Raises:
+        LossError: beta or weight_min that is not above zero, or an unknown form.
     """
     require_positive("beta", beta)
     require_positive("weight_min", weight_min)
@@ -126,7 +131,12 @@ def matching_log_prob(
 
     "uniform" -q    "t" -q t    "t2" -q t^2    "huber" -(sqrt(q + 1e-10) - 1e-5) t
     "ghuber" -((q + 1e-10)^p - 1e-10^p) t / p    with t = sigma in [0, 1] and p = `power`
-    velocity, target: step shape of sigma + D...; returns the step shape.
+
+    Args:
+        velocity, target: shape of sigma + D...
+
+    Returns:
+        The shape of sigma.
     """
     require_positive("power", power)
     error = element_mean((upcast(velocity) - upcast(target)).square(), sigma.ndim, dtype=torch.float64)

@@ -37,9 +37,11 @@ def mean_kl(
 ) -> Tensor:
     """KL between transitions with means `mean` and `ref_mean` ([B, D...], or [B, W, D...] with `dims=2`).
 
-    std: TOTAL std S of the transition, [B] (or [B, W], or with trailing ones); read by every kind but "unscaled".
-    step: h = sigma - sigma_next > 0, same shapes; read by "flow_grpo" only.
-    mask: elements that count; only those must have a std above zero.
+    Args:
+        std: TOTAL std S of the transition, [B] (or [B, W], or with trailing ones); read by every kind but "unscaled".
+        step: h = sigma - sigma_next > 0, same shapes; read by "flow_grpo" only.
+        mask: elements that count; only those must have a std above zero.
+
     Returns the step shape, [B] or [B, W]. Raises `LossError` for a shape mismatch, a std that is zero, a missing
     argument or an unknown kind.
     """

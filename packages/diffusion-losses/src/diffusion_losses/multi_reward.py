@@ -33,13 +33,14 @@ def combined_advantages(
 ) -> AdvantageOutput:
     """Advantages [B] from named rewards, each [B].
 
-    method: "gdpo" (default; Flow-Factory's default): every reward is normalised within its group, the weighted sum
-        of those is normalised over the batch, so its scale does not depend on how many rewards there are;
-        "decoupled" (MixGRPO's `advantage_aggr`): the same without the second step;
-        "sum": the weighted sum of raw rewards is normalised once.
-    weights: by component name, 1 where absent.
-    std, ddof, eps, eps_kind: as in `group_advantages`, for every normalisation; Flow-Factory is ddof=0, eps=1e-6,
-        eps_kind="floor", MixGRPO ddof=1, eps=1e-8.
+    Args:
+        method: "gdpo" (default; Flow-Factory's default): every reward is normalised within its group, the weighted sum
+            of those is normalised over the batch, so its scale does not depend on how many rewards there are;
+            "decoupled" (MixGRPO's `advantage_aggr`): the same without the second step;
+            "sum": the weighted sum of raw rewards is normalised once.
+        weights: by component name, 1 where absent.
+        std, ddof, eps, eps_kind: as in `group_advantages`, for every normalisation; Flow-Factory is ddof=0, eps=1e-6,
+            eps_kind="floor", MixGRPO ddof=1, eps=1e-8.
 
     A component that says nothing about a group (all equal) contributes zero there; a sample is masked when no
     component says anything or any of its rewards is not finite. Metrics of single components are under

@@ -26,12 +26,13 @@ def make_pairs(
 ) -> PairOutput:
     """Row numbers (winner, loser) of pairs within each group.
 
-    mode: "best_worst" makes one pair per group, its first best and its first worst sample; "all" makes every pair,
-        ordered by group, then winner, then loser.
-    margin: the winner's reward must exceed the loser's by MORE than this, so that 0 drops ties.
-    ties: "keep" (best_worst only) still makes a pair of a group whose rewards are all equal, its second sample
-        against its first, as flow_grpo does and verl-omni's pairing allows; the default "skip" does not train on a
-        preference that nobody expressed.
+    Args:
+        mode: "best_worst" makes one pair per group, its first best and its first worst sample; "all" makes every pair,
+            ordered by group, then winner, then loser.
+        margin: the winner's reward must exceed the loser's by MORE than this, so that 0 drops ties.
+        ties: "keep" (best_worst only) still makes a pair of a group whose rewards are all equal, its second sample
+            against its first, as flow_grpo does and verl-omni's pairing allows; the default "skip" does not train on a
+            preference that nobody expressed.
 
     NaN and infinite rewards are left out. Metrics count groups, pairs, skipped ties, groups below the margin,
     singletons and non-finite rewards. Raises `LossError` for missing ids, a negative margin or an unknown name.

@@ -44,11 +44,12 @@ def element_loss(
 def reduce_elements(elements: ElementLoss, *, global_count: int | None = None, dp_group: Any = None) -> LossOutput:
     """Average an `ElementLoss` over its counted elements.
 
-    global_count: counted elements of the whole mini-batch, over all micro-batches and ranks. The loss is then
-        `world * local_sum / global_count`, no collective runs, and metrics describe this micro-batch.
-    dp_group: a `torch.distributed` group. Without `global_count`, sums and counts are all-reduced in two small
-        collectives (every rank must call): each rank's loss *value* and metrics are those of the single process, and
-        the mean over ranks of the gradients is its gradient.
+    Args:
+        global_count: counted elements of the whole mini-batch, over all micro-batches and ranks. The loss is then
+            `world * local_sum / global_count`, no collective runs, and metrics describe this micro-batch.
+        dp_group: a `torch.distributed` group. Without `global_count`, sums and counts are all-reduced in two small
+            collectives (every rank must call): each rank's loss *value* and metrics are those of the single process, and
+            the mean over ranks of the gradients is its gradient.
 
     An empty mask gives a zero loss that is still attached to the graph, so that no rank skips its backward.
     Raises `LossError` when `global_count` is smaller than the elements counted here.

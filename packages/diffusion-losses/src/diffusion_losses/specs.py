@@ -29,18 +29,19 @@ ENTRY_POINT_GROUP = "diffusion_losses"
 class LossSpec:
     """One loss.
 
-    function: `f(config, model_output, data) -> ElementLoss`, or its import path "module:name".
-    family: "policy_gradient" (needs a stochastic trajectory) or "forward_process" (needs clean latents only).
-    reads: what it reads of `data` beside what its family always brings. "old_means", "old_velocity" and
-        "ref_velocity" are made by the trainer; any other name is a tensor of the batch that the rollout or the
-        algorithm writes: [B] or [B, W, ...] over a trajectory's steps, [B, ...] without one.
-    paired: rows belong together in twos, winner and loser.
-    joins_steps: it looks at all steps of a sample at once, so that they must come in one call, as [B, W].
-    limit: the config field that bounds `ElementLoss.distance`: the loss's clip, in its own units; None without one.
-    kl_kind, step_weighting: what "auto" means for it; None is the family's usual.
-    guided_samples: whether its samples may be drawn with classifier-free guidance although the update looks at the
-        conditional velocity alone.
-    options: names that `DiffusionLossConfig.options` may hold for it.
+    Args:
+        function: `f(config, model_output, data) -> ElementLoss`, or its import path "module:name".
+        family: "policy_gradient" (needs a stochastic trajectory) or "forward_process" (needs clean latents only).
+        reads: what it reads of `data` beside what its family always brings. "old_means", "old_velocity" and
+            "ref_velocity" are made by the trainer; any other name is a tensor of the batch that the rollout or the
+            algorithm writes: [B] or [B, W, ...] over a trajectory's steps, [B, ...] without one.
+        paired: rows belong together in twos, winner and loser.
+        joins_steps: it looks at all steps of a sample at once, so that they must come in one call, as [B, W].
+        limit: the config field that bounds `ElementLoss.distance`: the loss's clip, in its own units; None without one.
+        kl_kind, step_weighting: what "auto" means for it; None is the family's usual.
+        guided_samples: whether its samples may be drawn with classifier-free guidance although the update looks at the
+            conditional velocity alone.
+        options: names that `DiffusionLossConfig.options` may hold for it.
     """
 
     function: Callable[..., Any] | str

@@ -25,9 +25,10 @@ POOLS = ("mean", "std", "max", "min", "sum", "events")
 class Statistic(NamedTuple):
     """What one part of a batch adds to a metric.
 
-    pool: one of `POOLS`. parts: the numbers in the module docstring's table, [2] or [3]: plain floats, or a float64
-    tensor that stays on its device until `pool_statistics` reads it. Squares are taken around any fixed point: the
-    deviation is the same, and near the values its digits are kept.
+    Args:
+        pool: one of `POOLS`.
+        parts: the numbers in the module docstring's table, [2] or [3]: plain floats, or a float64 tensor that stays on its device
+            until `pool_statistics` reads it. Squares are around a fixed point near the values, which keeps their digits.
     """
 
     pool: str
@@ -45,9 +46,12 @@ def statistic(pool: str, value: Any, count: float = 1.0) -> Statistic:
 def pool_statistics(rows: Iterable[Mapping[str, Statistic | Any]], *, over_ranks: bool = False) -> dict[str, Statistic]:
     """One statistic per name, with plain floats as parts.
 
-    rows: what micro-batches or optimizer steps of one rank gave, or (`over_ranks`) what each rank gave. A plain
-    number counts as the mean of one element. A name that only some rows have is pooled over those. Raises
-    `LossError` when two rows disagree on how a name pools.
+    Args:
+        rows: what micro-batches or optimizer steps of one rank gave, or (`over_ranks`) what each rank gave. A plain number counts
+            as the mean of one element; a name that only some rows have is pooled over those.
+
+    Raises:
+        LossError: two rows disagree on how a name pools.
     """
     found: dict[str, tuple[str, list[Any]]] = {}
     for row in rows:

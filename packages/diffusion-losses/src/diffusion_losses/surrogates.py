@@ -105,10 +105,14 @@ def guard_log_ratio(
     identically <z (mu - mu_old)>, z = (x_next - mu_old) / S the rollout's noise: no cancelling of two near-equal
     numbers, and right for every sampler kind, also those whose stored log-prob is not a density (Flow-CPS).
 
-    means, old_means: [B, D...] (or [B, W, D...] with dims=2). std: TOTAL std S, above zero.
-    Give `next_latents` (x_next) or `noise` (z) for the identity, or else `log_ratio` (D) for Eq. 8 as written, which
-    is only right when log-probs carry the 1 / (2 S^2) of a Gaussian. Raises `LossError` when none is given or std is
-    not above zero.
+    Args:
+        means, old_means: [B, D...] (or [B, W, D...] with dims=2).
+        std: TOTAL std S, above zero.
+        next_latents, noise: x_next or z, for the identity.
+        log_ratio: D, for Eq. 8 as written where neither is given: right only for log-probs with the 1 / (2 S^2) of a Gaussian.
+
+    Raises:
+        LossError: none of the three, or a std that is not above zero.
     """
     shape = means.shape[:dims]
     counted = torch.ones(shape, dtype=torch.bool, device=means.device) if mask is None else mask

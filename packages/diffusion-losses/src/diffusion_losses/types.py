@@ -67,11 +67,13 @@ class CorrectionOutput:
 class ElementLoss:
     """A loss before it is averaged: one value per (sample, step), or per pair.
 
-    objective: [B] or [B, W], with gradient. mask: same shape, bool, which elements count.
-    means: detached per-element values reported as their mean over counted elements, by metric name.
-    ratio: detached per-element policy ratio, reported as mean, std, min and max.
-    distance: detached per-element distance from the policy that sampled, in the units of the config field that
-        `LossSpec.limit` names; reported as its maximum.
+    Args:
+        objective: [B] or [B, W], with gradient.
+        mask: same shape, bool, which elements count.
+        means: detached per-element values reported as their mean over counted elements, by metric name.
+        ratio: detached per-element policy ratio, reported as mean, std, min and max.
+        distance: detached per-element distance from the policy that sampled, in the units of the config field that
+            `LossSpec.limit` names; reported as its maximum.
     """
 
     objective: Tensor

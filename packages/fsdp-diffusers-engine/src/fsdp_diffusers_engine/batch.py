@@ -37,7 +37,7 @@ def plain(data: TensorDict | Mapping[str, Any], key: str, default: Any = None) -
     A batch that was stacked from single samples carries a list with one value per sample; they must agree. A tuple is
     one value.
     """
-    if key not in data.keys():  # noqa: SIM118 - a TensorDict iterates over its samples
+    if key not in data.keys():
         return default
     value = data[key]
     value = getattr(value, "data", value) if type(value).__module__.startswith("tensordict") else value
@@ -57,7 +57,7 @@ def plain(data: TensorDict | Mapping[str, Any], key: str, default: Any = None) -
 def settings_of(data: TensorDict | Mapping[str, Any]) -> SamplerSettings:
     """How the samples of the batch were drawn, which the trainer's forward repeats. They may differ in their windows and in
     where an edit began (`step_index` has each sample's own steps)."""
-    if "settings" not in data.keys():  # noqa: SIM118
+    if "settings" not in data.keys():
         raise EngineError(
             "the batch has no 'settings'; put the SamplerSettings that drew its samples into it as non-tensor data"
         )
@@ -75,7 +75,7 @@ def settings_of(data: TensorDict | Mapping[str, Any]) -> SamplerSettings:
 
 def tensor(data: TensorDict | Mapping[str, Any], key: str, remedy: str) -> Tensor:
     """A required tensor of the batch."""
-    keys = [str(k) for k in data.keys()]  # noqa: SIM118
+    keys = [str(k) for k in data.keys()]
     if key not in keys or not isinstance(data[key], Tensor):
         raise EngineError(f"the batch has no tensor {key!r} (nearest: {nearest(key, keys, 2)}); {remedy}")
     return data[key]
@@ -134,7 +134,7 @@ def mini_batches(
     """Row numbers of each mini-batch of `count` rows over all ranks: the same whatever the number of ranks.
 
     `planned` asks for that many, whatever `count`. Pairs stay together. The shuffle depends on the seed, the training step
-    and the epoch. Errors: `EngineError` for fewer rows than mini-batches.
+    and the epoch. Raises `EngineError` for fewer rows than mini-batches.
     """
     unit = 2 if actor.diffusion_loss.spec.paired else 1
     pieces = math.ceil(count / actor.ppo_mini_batch_size)

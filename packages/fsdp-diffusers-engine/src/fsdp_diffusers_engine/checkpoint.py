@@ -180,7 +180,7 @@ def load_rng(file: Path, device: torch.device) -> None:
         return
     with safe_open(str(file), framework="pt") as stored:
         torch.set_rng_state(stored.get_tensor("torch"))
-        if device.type == "cuda" and "cuda" in stored.keys():  # noqa: SIM118
+        if device.type == "cuda" and "cuda" in stored.keys():
             torch.cuda.set_rng_state(stored.get_tensor("cuda"), device)
         version, numbers, gauss = json.loads(stored.metadata()["python"])
     random.setstate((version, tuple(numbers), gauss))

@@ -86,8 +86,8 @@ class ForwardProcess(Objective):
             raise EngineError("the batch has no 'noise_seed'; put a number that changes with every update into it")
         own = losses.own_tensors(config, data)
         tensors = batch.select(data, ("final_latents", *batch.PROMPTS, *_PER_SAMPLE_OR_STEP, *own), policy.device)
-        table = data["sigmas"] if "sigmas" in data.keys() else None  # noqa: SIM118
-        rows = data["noise_row"] if "noise_row" in data.keys() else sharding.first_row(len(x0), policy.layout.dp_group)  # noqa: SIM118
+        table = data["sigmas"] if "sigmas" in data.keys() else None
+        rows = data["noise_row"] if "noise_row" in data.keys() else sharding.first_row(len(x0), policy.layout.dp_group)
         noise, sigma = self.draw(int(seed), x0, table, pairs, rows)
         count, steps = sigma.shape
         for key in own:  # one value, or one tensor, per sample: the same at every level

@@ -23,7 +23,8 @@ _PREFIXES = ("", "negative_")
 def lengths_of(mask: Tensor, key: str) -> list[int]:
     """Valid tokens per row of a mask [B, S].
 
-    Errors: `EngineError` for a mask that is not left-aligned, or has an empty row, naming the row.
+    Raises:
+        EngineError: a mask that is not left-aligned, or has an empty row, which is named.
     """
     valid = mask.bool()
     lengths = valid.sum(dim=1)
@@ -92,13 +93,13 @@ def embeds_padding_2_no_padding(data: TensorDict) -> TensorDict:
     """Replace padded `prompt_embeds` and `negative_prompt_embeds` [B, S, C] by jagged tensors, and masks likewise.
 
     A missing mask leaves all S tokens of a row. Embeddings that are jagged already, or absent, are left as they are.
-    Returns `data`, changed in place. Errors: `EngineError` for a mask that is not left-aligned.
+    Returns `data`, changed in place. Raises `EngineError` for a mask that is not left-aligned.
     """
     for prefix in _PREFIXES:
         key, mask_key = f"{prefix}prompt_embeds", f"{prefix}prompt_embeds_mask"
-        if key not in data.keys() or data[key].is_nested:  # noqa: SIM118
+        if key not in data.keys() or data[key].is_nested:
             continue
-        mask = data[mask_key] if mask_key in data.keys() and isinstance(data[mask_key], Tensor) else None  # noqa: SIM118
+        mask = data[mask_key] if mask_key in data.keys() and isinstance(data[mask_key], Tensor) else None
         data[key] = to_jagged(data[key], mask, mask_key)
         if mask is not None:
             values = torch.ones(data[key].values().shape[0], dtype=torch.bool, device=mask.device)
@@ -110,6 +111,6 @@ def embeds_no_padding_2_padding(data: TensorDict) -> TensorDict:
     """The way back: jagged embeddings become padded ones with a bool mask [B, S]. Changes `data` in place."""
     for prefix in _PREFIXES:
         key = f"{prefix}prompt_embeds"
-        if key in data.keys() and data[key].is_nested:  # noqa: SIM118
+        if key in data.keys() and data[key].is_nested:
             data[key], data[f"{prefix}prompt_embeds_mask"] = pad_jagged(data[key])
     return data

@@ -21,7 +21,7 @@ def enable_ulysses(module: nn.Module, layout: Layout, device: torch.device) -> N
     """Split tokens over the ranks of `layout.sequence_mesh`, in place.
 
     Does what diffusers' `enable_parallelism` does, without its assumption that the ranks compute on the machine's
-    accelerator (gloo on CPUs works here too). Errors: `EngineError` without a plan, or for heads that do not divide.
+    accelerator (gloo on CPUs works here too). Raises `EngineError` without a plan, or for heads that do not divide.
     """
     from diffusers.hooks.context_parallel import apply_context_parallel
     from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig

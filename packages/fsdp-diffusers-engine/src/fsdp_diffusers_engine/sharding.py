@@ -77,7 +77,7 @@ def pick_device(config: FSDPEngineConfig) -> torch.device:
 def make_layout(config: FSDPEngineConfig, device: torch.device) -> Layout:
     """The layout that `config` asks for among the ranks of the default process group.
 
-    Errors: `EngineError` for sizes that do not divide the world size.
+    Raises `EngineError` for sizes that do not divide the world size.
     """
     if config.sharding not in _SHARDING:
         raise EngineError(f"sharding={config.sharding!r} is unknown; use one of {_SHARDING}")

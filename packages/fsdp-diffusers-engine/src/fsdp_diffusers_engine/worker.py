@@ -12,6 +12,7 @@ import math
 import os
 import socket
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -279,9 +280,7 @@ def meeting_point() -> str:
     the one by which Ray's other nodes know this machine. The host's own name is not asked: it resolves to 127.0.0.1 on many
     machines, and to nothing on others.
     """
-    import ray
-
-    address = ray.util.get_node_ip_address()
+    address = import_ray().util.get_node_ip_address()
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
     _MEETINGS.append(store)
     return f"tcp://[{address}]:{store.port}" if ":" in address else f"tcp://{address}:{store.port}"
@@ -309,16 +308,7 @@ def remote_workers(config: TrainingWorkerConfig, num_workers: int = 1, **options
 
     `config.init_method` is replaced by an address of the first actor's node.
     """
-    # Else Ray's hook, under `uv run`, starts every worker through `uv run` in an uploaded copy of the folder.
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise EngineError(
-            "remote_workers needs Ray; install it with: pip install 'fsdp-diffusers-engine[ray]'"
-        ) from error
-    from dataclasses import replace
-
+    ray = import_ray()
     actor = ray.remote(**options)(_Rank) if options else ray.remote(_Rank)
     workers: list[Any] = [actor.remote() for _ in range(num_workers)]
     address: Any = ray.get(workers[0].meeting_point.remote()) if num_workers > 1 else None
@@ -329,3 +319,13 @@ def remote_workers(config: TrainingWorkerConfig, num_workers: int = 1, **options
         ]
     )
     return workers
+
+
+def import_ray() -> Any:
+    """Import Ray, with its hook for `uv run` off: it would start every worker in an uploaded copy of the folder."""
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise EngineError("Ray is missing; install it with: pip install 'fsdp-diffusers-engine[ray]'") from error
+    return ray

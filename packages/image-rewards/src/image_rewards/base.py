@@ -31,10 +31,11 @@ MAX_TOTAL_PIXELS = 1 << 27  # per video: 128 frames of 1024 x 1024
 class RewardSample:
     """One generated picture or video, and what was asked for.
 
-    image       uint8 [C,H,W] or [T,C,H,W], C = 3 (RGB)
-    prompt      the text it was generated from
-    metadata    targets of the reward, e.g. {"count": 3, "color": "red", "shape": "circle"} or {"text": "OPEN"}
-    uid, index  prompt id and position in its group: only for messages, never for scoring
+    Args:
+        image: uint8 [C,H,W] or [T,C,H,W], C = 3 (RGB)
+        prompt: the text it was generated from
+        metadata: targets of the reward, e.g. {"count": 3, "color": "red", "shape": "circle"} or {"text": "OPEN"}
+        uid, index: prompt id and position in its group: only for messages, never for scoring
     """
 
     image: np.ndarray
@@ -53,10 +54,11 @@ class RewardSample:
 class RewardResult:
     """A score and its parts, or the reason why there is none.
 
-    score       the number to optimise; NaN when `error` is set, unless a policy put a value there
-    components  the parts of the score and whatever else was measured, for logs and galleries
-    error       None, or "ErrorType: message"
-    retryable   whether the failure may pass by itself (a service, a worker), unlike a bad picture
+    Args:
+        score: the number to optimise; NaN when `error` is set, unless a policy put a value there
+        components: the parts of the score and whatever else was measured, for logs and galleries
+        error: None, or "ErrorType: message"
+        retryable: whether the failure may pass by itself (a service, a worker), unlike a bad picture
     """
 
     score: float

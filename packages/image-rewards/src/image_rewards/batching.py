@@ -23,13 +23,14 @@ class OverloadedError(RewardServiceError):
 class Limits:
     """What the service accepts.
 
-    body_bytes      of one request
-    inflight_bytes  of all requests being read or scored
-    request_samples in one request
-    queue_samples   waiting or being scored
-    timeout_s       from a request's arrival to its answer
-    threads         batches scored at a time (1 for models; more for rewards that wait or leave the interpreter lock)
-    batch_wait_s    how long a batch that is not full waits for more samples
+    Args:
+        body_bytes: of one request
+        inflight_bytes: of all requests being read or scored
+        request_samples: in one request
+        queue_samples: waiting or being scored
+        timeout_s: from a request's arrival to its answer
+        threads: batches scored at a time (1 for models; more for rewards that wait or leave the interpreter lock)
+        batch_wait_s: how long a batch that is not full waits for more samples
     """
 
     body_bytes: int = 64 << 20

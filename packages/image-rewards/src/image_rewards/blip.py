@@ -36,9 +36,10 @@ RELEASED: dict[str, Any] = {
 class ImageRewardReward(ModelReward):
     """score = ImageReward, about -2 to 2.
 
-    checkpoint  the released ImageReward.pt, or the same table as .safetensors
-    tokenizer   folder or hub id of BERT's tokenizer, e.g. "bert-base-uncased"
-    config      folder with a BlipConfig for another size; None = the released size
+    Args:
+        checkpoint: the released ImageReward.pt, or the same table as .safetensors
+        tokenizer: folder or hub id of BERT's tokenizer, e.g. "bert-base-uncased"
+        config: folder with a BlipConfig for another size; None = the released size
     """
 
     name = "image_reward"

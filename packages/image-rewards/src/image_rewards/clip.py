@@ -26,8 +26,10 @@ from .model import ModelReward, fill, from_pretrained, load_state, need_prompt, 
 class ClipScoreReward(ModelReward):
     """score = cosine of the embeddings, in [-1, 1].
 
-    path       folder or hub id of a transformers CLIP, e.g. "openai/clip-vit-large-patch14"
-    processor  folder or hub id of tokenizer and picture settings; None = `path`
+    Args:
+        path: folder or hub id of a transformers CLIP, e.g. "openai/clip-vit-large-patch14"
+        processor: folder or hub id of tokenizer and picture settings; None = `path`
+
     Components: cosine, truncated (1 where the prompt was cut).
     """
 
@@ -95,9 +97,10 @@ class PickScoreReward(ClipScoreReward):
 class HpsReward(ClipScoreReward):
     """score = cosine under HPS v2 or v2.1, about 0.2 to 0.35 for real pictures.
 
-    path        a transformers CLIP of the same size, e.g. "laion/CLIP-ViT-H-14-laion2B-s32B-b79K" (for its settings and
-                tokenizer), or a converted HPS in transformers' form
-    checkpoint  the released file HPS_v2.1_compressed.pt (open_clip names), put into that CLIP; None = `path` has it all
+    Args:
+        path: a transformers CLIP of the same size, e.g. "laion/CLIP-ViT-H-14-laion2B-s32B-b79K" (for its settings and
+            tokenizer), or a converted HPS in transformers' form
+        checkpoint: the released file HPS_v2.1_compressed.pt (open_clip names), put into that CLIP; None = `path` has it all
     """
 
     name = "hps"
@@ -132,8 +135,9 @@ class SiglipReward(ClipScoreReward):
 class AestheticReward(ClipScoreReward):
     """score = LAION's aesthetic predictor, about 1 to 10.
 
-    path  CLIP ViT-L/14 ("openai/clip-vit-large-patch14")
-    head  file of the predictor (.safetensors, or the released sac+logos+ava1-l14-linearMSE.pth)
+    Args:
+        path: CLIP ViT-L/14 ("openai/clip-vit-large-patch14")
+        head: file of the predictor (.safetensors, or the released sac+logos+ava1-l14-linearMSE.pth)
     """
 
     name = "aesthetic"

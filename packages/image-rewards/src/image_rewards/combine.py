@@ -26,13 +26,15 @@ from .registry import load
 class Part:
     """One reward in the sum.
 
-    reward, options   name and options, as for `load`; or a ready `Reward`
-    component         use this component instead of the reward's score
-    weight            0 logs the part without optimising it
-    low, high         map [low, high] to [0, 1] (both or neither); mean, std: map to (x - mean) / std (both or neither)
-    clip              after scaling, keep within (lowest, highest)
-    at_least, at_most thresholds on the raw value: a sample outside gets the sum's `gated_score`
-    required          True: when this part fails the sample fails. False: `missing` stands in for the scaled value
+    Args:
+        reward, options: name and options, as for `load`; or a ready `Reward`
+        component: use this component instead of the reward's score
+        weight: 0 logs the part without optimising it
+        low, high: map [low, high] to [0, 1] (both or neither)
+        mean, std: map to (x - mean) / std (both or neither)
+        clip: after scaling, keep within (lowest, highest)
+        at_least, at_most: thresholds on the raw value: a sample outside gets the sum's `gated_score`
+        required: True: when this part fails the sample fails. False: `missing` stands in for the scaled value
     """
 
     reward: str | Reward
@@ -90,9 +92,11 @@ class Part:
 class CombinedReward(Reward):
     """score = sum of weight * scaled value, then `clip`.
 
-    parts        dictionaries or `Part`s. The same reward with the same options runs once, however many parts read it
-    clip         (lowest, highest) of the sum
-    gated_score  score of a sample that misses a threshold of some part (it keeps its components, and `gated` is 1)
+    Args:
+        parts: dictionaries or `Part`s. The same reward with the same options runs once, however many parts read it
+        clip: (lowest, highest) of the sum
+        gated_score: score of a sample that misses a threshold of some part (it keeps its components, and `gated` is 1)
+
     Components: "<part>" scaled, "<part>.raw", the parts' own components as "<reward>/<component>", gated,
     missing_parts.
     """

@@ -21,9 +21,10 @@ _STARRED = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 class FunctionReward(Reward):
     """A function as a reward.
 
-    function    `f(image, prompt, metadata)` or the first one or two of these (after a star by name), for one sample; `f(sample)`;
-                or, where its first parameter is called `images` or `samples`, for a list of them. It returns a number or a
-                `RewardResult` (of a list: one for each). Parameters after these are its options
+    Args:
+        function: `f(image, prompt, metadata)` or the first one or two of these (after a star by name), for one sample; `f(sample)`;
+            or, where its first parameter is called `images` or `samples`, for a list of them. It returns a number or a
+            `RewardResult` (of a list: one for each). Parameters after these are its options
     """
 
     video = True  # the function gets what there is

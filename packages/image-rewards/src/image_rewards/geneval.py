@@ -36,11 +36,12 @@ SYNONYMS = (
 class GenevalReward(ModelReward):
     """score = strict_weight * strict + parts_weight * parts, from metadata include and exclude.
 
-    detector      folder or hub id of a transformers object detector, e.g. "facebook/detr-resnet-50"
-    clip          folder or hub id of a CLIP that tells colours; needed only where questions name colours
-    threshold     least confidence of an object; counting_threshold for pictures whose questions use exclude, as GenEval
-                  does for counting
-    overlap       of two boxes of one class with more intersection over union than this, the less confident goes
+    Args:
+        detector: folder or hub id of a transformers object detector, e.g. "facebook/detr-resnet-50"
+        clip: folder or hub id of a CLIP that tells colours; needed only where questions name colours
+        threshold: least confidence of an object
+        counting_threshold: the same in pictures whose questions use exclude, as GenEval does for counting
+        overlap: of two boxes of one class with more intersection over union than this, the less confident goes
     """
 
     name = "geneval"

@@ -20,9 +20,11 @@ _TYPES = {"safetensors": TENSOR_TYPE, "json": JSON_TYPE}
 class HttpReward(ServiceReward):
     """Asks `url` (e.g. http://127.0.0.1:8100/score) and returns what it says, failures included.
 
-    encoding      "safetensors" (raw pixels: fast, large) or "json" (PNG: small)
-    per_request   most samples in one request
-    concurrency   requests at a time
+    Args:
+        encoding: "safetensors" (raw pixels: fast, large) or "json" (PNG: small)
+        per_request: most samples in one request
+        concurrency: requests at a time
+
     The rest are fields of `ServiceReward`.
     """
 

@@ -96,16 +96,17 @@ class LoopStats:
 class RewardLoopManager:
     """Owns `num_workers` Ray actors that score samples.
 
-    reward, options   a name and its options, as for `image_rewards.load`; or a `Reward`, its class, or a function. Workers search
-                      this process's working folder too, so on another machine it must be a shared one
-    policy            "required": a sample without a score raises `RewardError`; "skip": its result has score NaN and
-                      the error (the trainer leaves it out); "value": its score is `value`, with the error
-    max_retries       further attempts after a crash, a timeout or a failure that may be gone the next time
-    timeout_s         longest time for one attempt; the worker is then killed and replaced. None = no limit
-    num_cpus, num_gpus  what each worker reserves in Ray; fractions share
-    concurrency       samples in flight per worker; more than 1 is for rewards that wait (servers, judges)
-    batch_size        most samples handed over at once; None = the reward's own
-    placement_group   put worker i into bundle i of this Ray placement group (colocated with whoever else is in it)
+    Args:
+        reward, options: a name and its options, as for `image_rewards.load`; or a `Reward`, its class, or a function. Workers
+            search this process's working folder too, so on another machine it must be a shared one
+        policy: "required": a sample without a score raises `RewardError`; "skip": its result has score NaN and
+            the error (the trainer leaves it out); "value": its score is `value`, with the error
+        max_retries: further attempts after a crash, a timeout or a failure that may be gone the next time
+        timeout_s: longest time for one attempt; the worker is then killed and replaced. None = no limit
+        num_cpus, num_gpus: what each worker reserves in Ray; fractions share
+        concurrency: samples in flight per worker; more than 1 is for rewards that wait (servers, judges)
+        batch_size: most samples handed over at once; None = the reward's own
+        placement_group: put worker i into bundle i of this Ray placement group (colocated with whoever else is in it)
     """
 
     def __init__(

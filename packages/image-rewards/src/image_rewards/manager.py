@@ -54,7 +54,7 @@ class ImageRewardManager:
 def samples_of(data: Mapping[str, Any]) -> list[RewardSample]:
     """The rows of a batch (a dict or a TensorDict): `responses` uint8 [B,C,H,W] or [B,T,C,H,W], and where there are any `prompt`,
     `metadata`, `uid` and `index`, one for each row."""
-    names = [key for key in ("prompt", "metadata", "uid", "index") if key in data.keys()]  # noqa: SIM118 (a TensorDict)
+    names = [key for key in ("prompt", "metadata", "uid", "index") if key in data.keys()]
     rows = zip(*(data[key] for key in ("responses", *names)), strict=True)
     return [RewardSample(np.asarray(picture), **dict(zip(names, row, strict=True))) for picture, *row in rows]
 

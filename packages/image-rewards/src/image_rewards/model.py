@@ -31,10 +31,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 class ModelReward(Reward):
     """Base of the rewards that run a network.
 
-    device      "cpu", "cuda", "cuda:1", ...
-    dtype       of the weights: "float32", "bfloat16" or "float16"; scores are computed in fp32 from the embeddings on
-    batch_size  samples per forward pass, always exactly so many; 1 is exact, more is faster on a GPU
-    revision    of a hub id
+    Args:
+        device: "cpu", "cuda", "cuda:1", ...
+        dtype: of the weights: "float32", "bfloat16" or "float16"; scores are computed in fp32 from the embeddings on
+        batch_size: samples per forward pass, always exactly so many; 1 is exact, more is faster on a GPU
+        revision: of a hub id
     """
 
     device: str = "cpu"
@@ -124,7 +125,8 @@ def from_pretrained(
 ) -> Any:
     """`cls.from_pretrained` from safetensors, refusing checkpoints that do not hold every weight.
 
-    allowed_missing  endings of names that may be absent (buffers that are computed)
+    Args:
+        allowed_missing: endings of names that may be absent (buffers that are computed)
     """
     try:
         model, info = cls.from_pretrained(

@@ -43,9 +43,11 @@ class OcrReward(PerSampleReward):
     Targets come from metadata["text"] (a string or a list) or, without it, from the quoted parts of the prompt; see
     `text.targets_of`.
 
-    ignore_case     compare without case (default)
-    min_side        smaller pictures are enlarged to this shorter side for the detector
-    max_side        larger pictures are reduced to this longer side first; more is slower and finds smaller letters
+    Args:
+        ignore_case: compare without case (default)
+        min_side: smaller pictures are enlarged to this shorter side for the detector
+        max_side: larger pictures are reduced to this longer side first; more is slower and finds smaller letters
+
     Components: exact, edit, extra (share of read letters that nobody asked for), confidence (of the engine, 0 where
     nothing was read), lines, and sharpness, contrast, blank.
     """

@@ -114,10 +114,11 @@ def _imported(name: str) -> Any:
 def load(name: str, *, video: str | None = None, **options: Any) -> Reward:
     """Make a reward by name.
 
-    name     a known one, "module:attribute" or "./file.py:attribute"; the attribute is a class, an instance or a function
-             (`functions.FunctionReward` says what it gets). The working folder is searched after what is installed
-    video    how the frames' scores of a video become one: "mean", "min", "max", "median", "first", "last"
-    options  the arguments of the class or function; an unknown one is a `RewardConfigError` with the nearest name
+    Args:
+        name: a known one, "module:attribute" or "./file.py:attribute"; the attribute is a class, an instance or a function
+            (`functions.FunctionReward` says what it gets). The working folder is searched after what is installed
+        video: how the frames' scores of a video become one: "mean", "min", "max", "median", "first", "last"
+        options: the arguments of the class or function; an unknown one is a `RewardConfigError` with the nearest name
     """
     reward = as_reward(find(name), options, name)
     if video is None:

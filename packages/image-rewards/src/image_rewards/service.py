@@ -33,13 +33,14 @@ MAX_ANSWER = 16 << 20
 class ServiceReward(Reward):
     """Base of the rewards that ask a server.
 
-    url           http(s)://host[:port]/path
-    token_env     name of the environment variable that holds the bearer token; "" for none. Tokens are never options, so
-                  that they end up in no config file and no log
-    timeout_s     for one attempt
-    deadline_s    for all attempts and the waits between them
-    max_retries   further attempts after the first
-    backoff_s     wait before the first retry; doubles each time, up to 10 s, and is shortened by up to a half at random
+    Args:
+        url: http(s)://host[:port]/path
+        token_env: name of the environment variable that holds the bearer token; "" for none. Tokens are never options, so
+            that they end up in no config file and no log
+        timeout_s: for one attempt
+        deadline_s: for all attempts and the waits between them
+        max_retries: further attempts after the first
+        backoff_s: wait before the first retry; doubles each time, up to 10 s, and is shortened by up to a half at random
     """
 
     url: str

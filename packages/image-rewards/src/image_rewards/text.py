@@ -92,9 +92,10 @@ def edit_distance(a: str, b: str) -> int:
 class TextMatch:
     """How well the targets were found.
 
-    exact   1.0 when every target was read exactly
-    edit    mean over targets of 1 - distance / length, not below 0
-    extra   share of the read characters that belong to no target
+    Args:
+        exact: 1.0 when every target was read exactly
+        edit: mean over targets of 1 - distance / length, not below 0
+        extra: share of the read characters that belong to no target
     """
 
     exact: float

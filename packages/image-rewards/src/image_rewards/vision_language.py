@@ -97,8 +97,9 @@ class VisionLanguageReward(ModelReward):
 class UnifiedReward(VisionLanguageReward):
     """score = the number after "Final Score:", from 1 to 5. An answer without it is a failure.
 
-    path            folder or hub id, e.g. "CodeGoat24/UnifiedReward-qwen-7b"
-    max_new_tokens  of the answer, decoded greedily
+    Args:
+        path: folder or hub id, e.g. "CodeGoat24/UnifiedReward-qwen-7b"
+        max_new_tokens: of the answer, decoded greedily
     """
 
     name = "unified_reward"
@@ -137,10 +138,11 @@ def parse_final_score(answer: str) -> float:
 class HpsV3Reward(VisionLanguageReward):
     """score = mu, the mean of the predicted preference; component sigma is the predicted spread.
 
-    path        folder or hub id of the Qwen2-VL that was fine-tuned ("Qwen/Qwen2-VL-7B-Instruct"): settings, tokenizer
-    checkpoint  the released HPSv3.safetensors
-    template    file with the release's instruction; required
-    token       the special token whose last hidden state is scored
+    Args:
+        path: folder or hub id of the Qwen2-VL that was fine-tuned ("Qwen/Qwen2-VL-7B-Instruct"): settings, tokenizer
+        checkpoint: the released HPSv3.safetensors
+        template: file with the release's instruction; required
+        token: the special token whose last hidden state is scored
     """
 
     name = "hps_v3"

@@ -51,12 +51,14 @@ class _Task:
 class VlmReward(ServiceReward):
     """Asks `url`/chat/completions once per sample.
 
-    url           base of the API, e.g. http://127.0.0.1:8000/v1
-    model         the served model's name
-    task          "grade", "questions" or "ocr"
-    question      for "grade": what to ask instead of prompt alignment; "{prompt}" in it stands for the prompt
-    concurrency   questions at a time
-    max_tokens    of an answer
+    Args:
+        url: base of the API, e.g. http://127.0.0.1:8000/v1
+        model: the served model's name
+        task: "grade", "questions" or "ocr"
+        question: for "grade": what to ask instead of prompt alignment; "{prompt}" in it stands for the prompt
+        concurrency: questions at a time
+        max_tokens: of an answer
+
     The rest are fields of `ServiceReward`.
     """
 

@@ -125,7 +125,7 @@ def in_order(chunks: Sequence[Chunk]) -> TensorDict:
             "the samples of one call do not hold the same keys: use one call for each kind of request."
         )
     parts = [part for _, part in chunks]
-    widths = {key: max(part[key].shape[1] for part in parts) for key in _PADDED if key in parts[0].keys()}  # noqa: SIM118
+    widths = {key: max(part[key].shape[1] for part in parts) for key in _PADDED if key in parts[0].keys()}
     parts = [_widened(part, widths) if widths else part for part in parts]
     order = torch.tensor([place for places, _ in chunks for place in places]).argsort()
     joined = TensorDict.cat(parts) if len(parts) > 1 else parts[0]
@@ -176,7 +176,7 @@ class Rows:
     @classmethod
     def of(cls, requests: Sequence[GenerationRequest], samples: TensorDict) -> Rows:
         """Of finished samples; their pictures and `FACTS` are left out."""
-        names = [str(name) for name in samples.keys() if name not in (*PROMPTS, *FACTS, "responses")]  # noqa: SIM118
+        names = [str(name) for name in samples.keys() if name not in (*PROMPTS, *FACTS, "responses")]
         uids = [request.uid for request in requests]
         first = {uid: place for place, uid in reversed(list(enumerate(uids)))}
         prompts = {uid: _prompt(samples, place) for uid, place in first.items()}
@@ -196,7 +196,7 @@ class Rows:
 
 
 def _prompt(samples: TensorDict, place: int) -> dict[str, Tensor]:
-    found = {name: samples[name][place] for name in PROMPTS if name in samples.keys()}  # noqa: SIM118
+    found = {name: samples[name][place] for name in PROMPTS if name in samples.keys()}
     for prefix in ("", "negative_"):
         mask = found.get(f"{prefix}prompt_embeds_mask")
         if mask is not None:

@@ -55,7 +55,7 @@ def record_failure(
     if batch is not None:
         tensors: dict[str, torch.Tensor] = {}
         rest: dict[str, Any] = {}
-        for key in batch.keys():  # noqa: SIM118 - a TensorDict iterates over rows
+        for key in batch.keys():
             try:
                 value = fetched(batch[key]) if key == "responses" else batch[key]
                 plain = _plain(value) if isinstance(value, torch.Tensor) else None

@@ -154,7 +154,7 @@ class WorkerGroup:
         """Optimizer steps over the rows of `batch`, each on the rank that keeps it; metrics of all ranks together."""
         loss = self.config.actor.diffusion_loss
         names = ("advantages", "mask", "step_weights", "rollout_weights", *loss.own_tensors)
-        small = {name: batch[name].numpy() for name in names if name in batch.keys()}  # noqa: SIM118
+        small = {name: batch[name].numpy() for name in names if name in batch.keys()}
         owner, slot = self._balanced(batch["owner"].numpy(), batch["slot"].numpy(), step)
         calls = []
         for rank in range(self.ranks):

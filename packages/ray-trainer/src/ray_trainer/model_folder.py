@@ -201,7 +201,7 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of a safetensors file, which must be whole."""
     try:
         with safe_open(file, framework="numpy") as opened:
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}
     except (OSError, SafetensorError) as error:
         size = file.stat().st_size
         raise TrainerError(

@@ -199,7 +199,7 @@ class ActorRolloutRefWorker:
         data = self.rows.batch(slots)
         for name, values in tensors.items():
             data[name] = torch.from_numpy(values.copy())
-        if "old_log_probs" not in data.keys() and "rollout_log_probs" in data.keys():  # noqa: SIM118
+        if "old_log_probs" not in data.keys() and "rollout_log_probs" in data.keys():
             data["old_log_probs"] = data["rollout_log_probs"]
         if self.config.rollout_means:
             data["old_means"] = data["means"]

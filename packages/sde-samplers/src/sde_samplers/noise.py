@@ -47,8 +47,9 @@ def initial_noise(
 def draw_noise(like: Tensor, generators: Generators) -> Tensor:
     """Standard normal fp32 of the shape and device of `like` [B, ...].
 
-    `generators`: one per sample (row b from `generators[b]`); a single one (one draw for the whole batch, as
-    `torch.randn` does); or None for torch's default generator of the device, which is not reproducible per sample.
+    Args:
+        generators: one per sample (row b from `generators[b]`); a single one (one draw for the whole batch, as `torch.randn`
+            does); or None for torch's default generator of the device, which is not reproducible per sample.
     """
     if generators is None:
         return torch.randn(like.shape, dtype=torch.float32, device=like.device)
