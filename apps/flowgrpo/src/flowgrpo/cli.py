@@ -23,7 +23,7 @@ APP = App(
     name="flowgrpo",
     summary="policy-gradient RL for diffusion models (FlowGRPO and its family)",
     recipes=Path(str(files("flowgrpo") / "recipes")),
-    default="tiny_flow_grpo",
+    default="tiny_grpo_guard",
     family="policy_gradient",
     trainer=_trainer,
 )
