@@ -307,8 +307,16 @@ def remote_workers(config: TrainingWorkerConfig, num_workers: int = 1, **options
     """`num_workers` Ray actors, one per rank, joined into one group; `options` go to `ray.remote`.
 
     `config.init_method` is replaced by an address of the first actor's node.
+
+    Raises:
+        EngineError: there is no Ray, or the one that runs would start each worker through `uv run`.
     """
     ray = import_ray()
+    if ray.is_initialized() and "uv run" in str(ray.get_runtime_context().runtime_env.get("py_executable")):
+        raise EngineError(
+            "Ray would start each worker through `uv run` in a copy of this folder, where everything is installed again; set "
+            "RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 before Ray is imported"
+        )
     actor = ray.remote(**options)(_Rank) if options else ray.remote(_Rank)
     workers: list[Any] = [actor.remote() for _ in range(num_workers)]
     address: Any = ray.get(workers[0].meeting_point.remote()) if num_workers > 1 else None
