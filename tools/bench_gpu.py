@@ -644,15 +644,23 @@ def program(size: Size, folder: Path, report: Report, *keys: str) -> None:
         work = Path(made)
         command = program_command(size, folder, work, *keys)
         start = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"exit {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
+        running = subprocess.Popen(command)  # its words go to this part's log as they come
+        metrics, told = work / "run" / "metrics.jsonl", 0
+        while True:  # a step is reported when it is done, so that a run cut short still says what it measured
+            ended = running.poll() is not None
+            lines = metrics.read_text().splitlines(keepends=True)[told:] if metrics.exists() else []
+            for line in (each for each in lines if each.endswith("\n")):
+                row = json.loads(line)
+                shown = ("time/", "perf/", "sync/", "forwards/")
+                kept = {k: v for k, v in row.items() if k.startswith(shown) or k == "actor/rollout_log_prob_diff_max"}
+                report(f"step {row.get('step')}", after=time.perf_counter() - start, **kept)
+                told += 1
+            if ended:
+                break
+            time.sleep(0.2)
+        if running.returncode:
+            raise RuntimeError(f"exit {running.returncode}; this part's log says why")
         report("whole run", seconds=time.perf_counter() - start)
-        for line in (work / "run" / "metrics.jsonl").read_text().splitlines():
-            row = json.loads(line)
-            shown = ("time/", "perf/", "sync/", "forwards/")
-            kept = {k: v for k, v in row.items() if k.startswith(shown) or k == "actor/rollout_log_prob_diff_max"}
-            report(f"step {row.get('step')}", **kept)
 
 
 def program_again(size: Size, folder: Path, report: Report) -> None:
