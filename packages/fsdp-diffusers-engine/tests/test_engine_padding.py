@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_diffusers_engine import EngineError, embeds_no_padding_2_padding, embeds_padding_2_no_padding
+from fsdp_diffusers_engine import EngineError, embeds_padding_2_no_padding
 from fsdp_diffusers_engine.padding import narrow_jagged, pad_jagged
 from tensordict import TensorDict
 
@@ -29,10 +29,10 @@ def test_there_and_back() -> None:
     row, mask = pad_jagged(narrow_jagged(jagged["prompt_embeds"], 1, 2))
     assert torch.equal(row[0], whole[1, :3])
     assert mask.all()
-    back = embeds_no_padding_2_padding(jagged)
-    assert back["prompt_embeds_mask"].tolist() == [[True, True, False], [True, True, True]]
-    assert torch.equal(back["prompt_embeds"][1], whole[1, :3])
-    assert torch.equal(back["prompt_embeds"][0], torch.cat([whole[0, :2], torch.zeros(1, 3)]))
+    padded, mask = pad_jagged(jagged["prompt_embeds"])
+    assert mask.tolist() == [[True, True, False], [True, True, True]]
+    assert torch.equal(padded[1], whole[1, :3])
+    assert torch.equal(padded[0], torch.cat([whole[0, :2], torch.zeros(1, 3)]))
 
 
 def test_without_a_mask_every_token_stays() -> None:

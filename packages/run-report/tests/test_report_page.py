@@ -1,4 +1,4 @@
-"""report.html, the README picture and the live line, made from a small run."""
+"""report.html and the live line, made from a small run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from run_report import (
     LiveLine,
     MetricsWriter,
     ReportError,
-    before_after_png,
     save_environment,
     save_validation,
     write_report,
@@ -23,8 +22,6 @@ from run_report import (
 from run_report.render import duration, number
 from run_report.sprites import data_uri
 from run_report.svg import Series, line_chart, nice_ticks
-
-GREEN = (24, 154, 82)
 
 
 def validation(run, step, right, prompts=3, seeds=2, size=16, steps_seed=0):
@@ -157,21 +154,6 @@ def test_large_galleries_stay_under_the_limit(tmp_path):
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(ReportError, match="nowhere"):
         write_report(tmp_path / "nowhere")
-
-
-def test_the_readme_picture_frames_what_is_right(run, tmp_path):
-    path = before_after_png(run, tmp_path / "docs/picture.png")
-    with Image.open(path) as image:
-        content = np.asarray(image.convert("RGB")).astype(int)
-    green = (np.abs(content - GREEN).sum(-1) < 12).sum(0)
-    half = content.shape[1] // 2 + 40
-    assert 0 < green[:half].sum() < green[half:].sum()
-
-
-def test_the_readme_picture_needs_two_validations(tmp_path):
-    validation(tmp_path, 0, 1)
-    with pytest.raises(ReportError, match="1 validation"):
-        before_after_png(tmp_path, tmp_path / "picture.png")
 
 
 def test_charts_leave_out_what_is_not_there_and_survive_nan():

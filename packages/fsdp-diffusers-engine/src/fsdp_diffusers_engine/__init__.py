@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .losses import DiffusionLoss
     from .metrics import reduce_metrics
     from .objective import gather_outputs
-    from .padding import embeds_no_padding_2_padding, embeds_padding_2_no_padding
+    from .padding import embeds_padding_2_no_padding
     from .ppo import PPODiffusersFSDPEngine
     from .worker import TrainingWorker, remote_workers
 
@@ -35,7 +35,6 @@ _HOMES = {
     "DiffusersFSDPEngine": "engine",
     "DiffusionLoss": "losses",
     "PPODiffusersFSDPEngine": "ppo",
-    "embeds_no_padding_2_padding": "padding",
     "embeds_padding_2_no_padding": "padding",
     "ForwardProcessDiffusersFSDPEngine": "forward_process",
     "TrainingWorker": "worker",
@@ -63,7 +62,6 @@ __all__ = [
     "RankError",
     "TrainingWorker",
     "TrainingWorkerConfig",
-    "embeds_no_padding_2_padding",
     "embeds_padding_2_no_padding",
     "gather_outputs",
     "reduce_metrics",

@@ -105,12 +105,3 @@ def embeds_padding_2_no_padding(data: TensorDict) -> TensorDict:
             values = torch.ones(data[key].values().shape[0], dtype=torch.bool, device=mask.device)
             data[mask_key] = torch.nested.nested_tensor_from_jagged(values, _offsets(data[key]))
     return data
-
-
-def embeds_no_padding_2_padding(data: TensorDict) -> TensorDict:
-    """The way back: jagged embeddings become padded ones with a bool mask [B, S]. Changes `data` in place."""
-    for prefix in _PREFIXES:
-        key = f"{prefix}prompt_embeds"
-        if key in data.keys() and data[key].is_nested:
-            data[key], data[f"{prefix}prompt_embeds_mask"] = pad_jagged(data[key])
-    return data

@@ -10,14 +10,12 @@ from .gallery import load_validations, save_validation, truncate_validations
 from .live import LiveLine
 from .metrics import MetricsWriter, read_metrics
 from .page import write_report
-from .readme_picture import before_after_png
 from .stats import compare, summarize
 
 __all__ = [
     "LiveLine",
     "MetricsWriter",
     "ReportError",
-    "before_after_png",
     "comparable",
     "compare",
     "load_changes",

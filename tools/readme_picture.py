@@ -1,16 +1,19 @@
-"""`before_after_png`: the picture for a README, made of a run's own samples."""
+"""The picture of the README, made of a run's own samples: first validation left, last right, green frames where all is right.
+
+uv run python tools/readme_picture.py RUN docs/before_after.png
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
-
-from .errors import ReportError
-from .gallery import SampleRecord, Validation, load_validations
-from .pictures import MAX_COLUMNS, evenly
-from .stats import paired_rows, summarize
+from run_report.errors import ReportError
+from run_report.gallery import SampleRecord, Validation, load_validations
+from run_report.pictures import MAX_COLUMNS, evenly
+from run_report.stats import paired_rows, summarize
 
 _SCALE = 2  # drawn for screens of double density
 _INK, _SOFT, _RAIL, _OK, _PAGE = (23, 25, 30), (112, 118, 130), (220, 220, 214), (24, 154, 82), (255, 255, 255)
@@ -114,3 +117,9 @@ def _wrapped(text: str, size: float, width: float) -> list[str]:
         else:
             lines.append(word)
     return lines
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    print(before_after_png(sys.argv[1], sys.argv[2]))
