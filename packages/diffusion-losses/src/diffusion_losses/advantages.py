@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .errors import LossError, unknown_name
+from .errors import LossError, check_name
 from .groups import GroupIds, metric, read_groups, read_rewards, result_dtype
 from .types import AdvantageOutput, Metrics
 
@@ -60,14 +60,12 @@ def group_advantages(
         LossError: a wrong shape, missing ids, clip <= 0, eps < 0 or an unknown name.
     """
     for name, value in (("std", std), ("mean", mean)):
-        if value not in SCOPES:
-            raise unknown_name(name, value, SCOPES)
+        check_name(name, value, SCOPES)
     if ddof not in (0, 1):
         raise LossError(f"ddof={ddof!r} must be 0 (divide by n) or 1 (divide by n - 1)")
     if not eps >= 0:
         raise LossError(f"eps={eps!r} must not be negative; it keeps the division by the std finite")
-    if eps_kind not in EPS_KINDS:
-        raise unknown_name("eps_kind", eps_kind, EPS_KINDS)
+    check_name("eps_kind", eps_kind, EPS_KINDS)
     values = read_rewards("rewards", rewards)
     rows, finite = read_groups(groups, values.numel()), torch.isfinite(values)
     whole = moments(values[finite], ddof)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .config import require_positive
 from .elements import per_step, refuse_non_finite, require_full_precision, step_shape
-from .errors import LossError, unknown_name
+from .errors import LossError, check_name
 from .groups import metric
 from .surrogates import safe_exp
 from .types import CorrectionOutput, Metrics
@@ -56,10 +56,8 @@ def rollout_correction(
     and rejected (shares), effective_sample_share. Raises `LossError` for mismatching shapes, non-finite counted
     log-probs, cap <= 0, an empty interval or an unknown name.
     """
-    if mode not in MODES:
-        raise unknown_name("mode", mode, MODES)
-    if level not in LEVELS:
-        raise unknown_name("level", level, LEVELS)
+    check_name("mode", mode, MODES)
+    check_name("level", level, LEVELS)
     require_positive("cap", cap)
     rollout = require_full_precision("rollout_log_probs", rollout_log_probs).detach()
     shape = step_shape("rollout_log_probs", rollout)

@@ -1,4 +1,4 @@
-"""The one error of this package, and the helper that words an unknown name."""
+"""The one error of this package, and its words for an unknown name."""
 
 from __future__ import annotations
 
@@ -21,3 +21,9 @@ def unknown_name(argument: str, value: object, known: Iterable[str], more: str =
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     choices = ", ".join([*names, more] if more else names)
     return LossError(f"{argument}={value!r} is unknown; choose one of {choices}{hint}")
+
+
+def check_name(argument: str, value: object, known: Iterable[str]) -> None:
+    """Raise that error unless `value` is one of `known`."""
+    if value not in known:
+        raise unknown_name(argument, value, known)

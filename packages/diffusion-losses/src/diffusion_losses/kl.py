@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .config import MEAN_KL_KINDS, VELOCITY_KL_KINDS
 from .elements import element_mean, per_step, require_above_zero, upcast
-from .errors import LossError, unknown_name
+from .errors import LossError, check_name
 
 
 def mean_kl(
@@ -45,8 +45,7 @@ def mean_kl(
     Returns the step shape, [B] or [B, W]. Raises `LossError` for a shape mismatch, a std that is zero, a missing
     argument or an unknown kind.
     """
-    if kind not in MEAN_KL_KINDS:
-        raise unknown_name("kind", kind, MEAN_KL_KINDS)
+    check_name("kind", kind, MEAN_KL_KINDS)
     squares, shape, counted = _squares("ref_mean", mean, ref_mean, dims, mask)
     error = element_mean(squares, dims)
     if kind == "unscaled":
@@ -77,8 +76,7 @@ def velocity_kl(
     std is the TOTAL std of the transition sigma -> sigma_next; "velocity" reads none of the three. Half-precision
     velocities are compared in float32. Returns the step shape; raises `LossError` as `mean_kl` does.
     """
-    if kind not in VELOCITY_KL_KINDS:
-        raise unknown_name("kind", kind, VELOCITY_KL_KINDS)
+    check_name("kind", kind, VELOCITY_KL_KINDS)
     squares, shape, counted = _squares("ref_velocity", velocity, ref_velocity, dims, mask)
     error = element_mean(squares, dims)
     if kind == "velocity":

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .advantages import finish, group_advantages, moments, scale_of
-from .errors import LossError, unknown_name
+from .errors import LossError, check_name
 from .groups import GroupIds, read_rewards, result_dtype
 from .types import AdvantageOutput
 
@@ -47,14 +47,12 @@ def combined_advantages(
     `advantages/<name>/...`. Raises `LossError` for no components, weights of unknown components, or what
     `group_advantages` refuses.
     """
-    if method not in METHODS:
-        raise unknown_name("method", method, METHODS)
+    check_name("method", method, METHODS)
     if not components:
         raise LossError(f"components={dict(components)!r} is empty; give at least one named reward")
     shares = dict.fromkeys(components, 1.0) | dict(weights or {})
     for name in shares:
-        if name not in components:
-            raise unknown_name("weights key", name, components)
+        check_name("weights key", name, components)
     values = {name: read_rewards(f"components[{name!r}]", value) for name, value in components.items()}
     sizes = {name: value.numel() for name, value in values.items()}
     if len(set(sizes.values())) > 1:

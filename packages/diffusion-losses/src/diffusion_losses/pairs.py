@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .errors import LossError, unknown_name
+from .errors import LossError, check_name
 from .groups import GroupIds, metric, read_groups, read_rewards
 from .types import PairOutput
 
@@ -37,10 +37,8 @@ def make_pairs(
     NaN and infinite rewards are left out. Metrics count groups, pairs, skipped ties, groups below the margin,
     singletons and non-finite rewards. Raises `LossError` for missing ids, a negative margin or an unknown name.
     """
-    if mode not in MODES:
-        raise unknown_name("mode", mode, MODES)
-    if ties not in TIES:
-        raise unknown_name("ties", ties, TIES)
+    check_name("mode", mode, MODES)
+    check_name("ties", ties, TIES)
     if ties == "keep" and (mode == "all" or margin > 0):
         raise LossError(
             f"ties='keep' contradicts mode={mode!r} with margin={margin!r}; use it with mode='best_worst', margin=0"

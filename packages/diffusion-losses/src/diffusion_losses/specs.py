@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from .errors import LossError, unknown_name
+from .errors import LossError, check_name, unknown_name
 
 POLICY_GRADIENT = "policy_gradient"
 FORWARD_PROCESS = "forward_process"
@@ -56,8 +56,7 @@ class LossSpec:
     options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.family not in (POLICY_GRADIENT, FORWARD_PROCESS):
-            raise unknown_name("family", self.family, (POLICY_GRADIENT, FORWARD_PROCESS))
+        check_name("family", self.family, (POLICY_GRADIENT, FORWARD_PROCESS))
         if self.paired and self.family == POLICY_GRADIENT:
             raise LossError("paired=True goes with family='forward_process': a trajectory has no partner at its noise")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .config import CLIP_SPACES, MASK_BOUNDARIES, require_positive
 from .elements import element_mean, per_step, require_above_zero
-from .errors import LossError, unknown_name
+from .errors import LossError, check_name
 from .types import Metrics
 
 # exp(20) is already far outside any trust region; beyond it fp32 overflows and the backward pass turns 0 * inf into
@@ -39,8 +39,7 @@ def outside_clip(log_ratio: Tensor, clip_ratio: float, space: str = "log_ratio")
     space="log_ratio" compares exactly; "ratio" compares after rounding ratio and bound to the tensor's dtype, which
     is what `torch.clamp(ratio, ...)` in public code does.
     """
-    if space not in CLIP_SPACES:
-        raise unknown_name("space", space, CLIP_SPACES)
+    check_name("space", space, CLIP_SPACES)
     low, high = log_clip_bounds(clip_ratio)
     value = log_ratio.detach()
     if space == "log_ratio":
@@ -139,8 +138,7 @@ def divergence_keep(
     with ratio > 1, or A < 0 with ratio < 1. boundary "at_or_above" is the public codes' D >= threshold, "above" the
     paper's D > threshold.
     """
-    if boundary not in MASK_BOUNDARIES:
-        raise unknown_name("boundary", boundary, MASK_BOUNDARIES)
+    check_name("boundary", boundary, MASK_BOUNDARIES)
     far = divergence >= threshold if boundary == "at_or_above" else divergence > threshold
     away = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
     return ~(far & away).detach()
