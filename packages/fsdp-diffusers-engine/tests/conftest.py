@@ -15,7 +15,7 @@ from diffusion_losses import DiffusionLossConfig
 from fsdp_diffusers_engine import (
     CheckpointConfig,
     DiffusionModelConfig,
-    ForwardProcessDiffusersFSDPEngine,
+    ForwardProcess,
     FSDPDiffusionActorConfig,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
@@ -81,14 +81,13 @@ def tiny_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build_engine(path: Path, kind: str = "ppo", full: bool = False, **options: Any) -> Any:
     """An initialised engine (on the CPU); `model`, `engine`, `optim`, `checkpoint` override config fields."""
     model = {"lora_rank": 0 if full else 4, "lora_alpha": 8, **options.get("model", {})}
-    chosen = PPODiffusersFSDPEngine if kind == "ppo" else ForwardProcessDiffusersFSDPEngine
-    extra = {"forward_config": options["forward"]} if "forward" in options else {}
-    engine = chosen(
+    objective = None if kind == "ppo" else ForwardProcess(options.get("forward"))
+    engine = PPODiffusersFSDPEngine(
         DiffusionModelConfig(path=str(path), **model),
         FSDPEngineConfig(**{"device": DEVICE, **options.get("engine", {})}),
         FSDPOptimizerConfig(**{"lr": 1e-3, **options.get("optim", {})}),
         CheckpointConfig(**options.get("checkpoint", {})),
-        **extra,
+        objective,
     )
     engine.initialize()
     return engine

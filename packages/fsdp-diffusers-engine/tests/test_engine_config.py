@@ -23,7 +23,7 @@ def test_config_needs_no_torch_and_the_package_needs_neither_gpu_nor_ray() -> No
         "import sys, fsdp_diffusers_engine as f, fsdp_diffusers_engine.config as c\n"
         "c.FSDPDiffusionActorConfig()\n"
         "assert not {'torch', 'diffusers', 'ray'} & set(sys.modules), sorted(sys.modules)\n"
-        "f.TrainingWorker, f.ForwardProcessDiffusersFSDPEngine, f.remote_workers\n"
+        "f.TrainingWorker, f.ForwardProcess, f.remote_workers\n"
         "assert 'torch' in sys.modules and 'ray' not in sys.modules\n"
         "try:\n f.NoSuchName\nexcept AttributeError as e:\n assert 'NoSuchName' in str(e)\nelse:\n raise SystemExit('no error')"
     )

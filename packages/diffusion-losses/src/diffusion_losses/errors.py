@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class LossError(ValueError):
@@ -23,7 +23,7 @@ def unknown_name(argument: str, value: object, known: Iterable[str], more: str =
     return LossError(f"{argument}={value!r} is unknown; choose one of {choices}{hint}")
 
 
-def check_name(argument: str, value: object, known: Iterable[str]) -> None:
+def check_name(argument: str, value: object, known: Collection[str]) -> None:
     """Raise that error unless `value` is one of `known`."""
     if value not in known:
         raise unknown_name(argument, value, known)

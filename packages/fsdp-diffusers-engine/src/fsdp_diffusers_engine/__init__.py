@@ -23,7 +23,7 @@ from .errors import CheckpointError, EngineError, EngineStateError, RankError
 
 if TYPE_CHECKING:
     from .engine import DiffusersFSDPEngine
-    from .forward_process import ForwardProcessDiffusersFSDPEngine
+    from .forward_process import ForwardProcess
     from .losses import DiffusionLoss
     from .metrics import reduce_metrics
     from .objective import gather_outputs
@@ -31,17 +31,7 @@ if TYPE_CHECKING:
     from .ppo import PPODiffusersFSDPEngine
     from .worker import TrainingWorker, remote_workers
 
-_HOMES = {
-    "DiffusersFSDPEngine": "engine",
-    "DiffusionLoss": "losses",
-    "PPODiffusersFSDPEngine": "ppo",
-    "embeds_padding_2_no_padding": "padding",
-    "ForwardProcessDiffusersFSDPEngine": "forward_process",
-    "TrainingWorker": "worker",
-    "gather_outputs": "objective",
-    "reduce_metrics": "metrics",
-    "remote_workers": "worker",
-}
+_HOMES = "metrics padding losses objective engine ppo forward_process worker"
 
 __all__ = [
     "CheckpointConfig",
@@ -54,8 +44,8 @@ __all__ = [
     "FSDPDiffusionActorConfig",
     "FSDPEngineConfig",
     "FSDPOptimizerConfig",
+    "ForwardProcess",
     "ForwardProcessConfig",
-    "ForwardProcessDiffusersFSDPEngine",
     "LoRAOptions",
     "MixedPrecisionConfig",
     "PPODiffusersFSDPEngine",
@@ -70,6 +60,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    for home in _HOMES.split() if name in __all__ else ():
+        module = importlib.import_module(f"{__name__}.{home}")
+        if hasattr(module, name):
+            globals()[name] = getattr(module, name)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

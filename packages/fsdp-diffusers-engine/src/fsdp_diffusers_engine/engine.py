@@ -37,8 +37,10 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
     """Engine over one transformer. Construct, `initialize`, then train.
 
     Args:
-        objective: how a batch is prepared and scored.
-        model_config: what is trained. engine_config: where and how. optimizer_config, checkpoint_config: as named.
+        model_config: what is trained.
+        engine_config: where and how.
+        optimizer_config, checkpoint_config: as named.
+        objective: how a batch is prepared and scored; a subclass may bring its own.
 
     Attributes (after `initialize`):
         module: the transformer with its adapters, perhaps sharded.
@@ -50,6 +52,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
         forwards: rows that went through the module, with and without gradients.
     """
 
+    objective: Objective
     spec: ModelSpec
     device: torch.device
     layout: sharding.Layout
@@ -58,13 +61,14 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
 
     def __init__(
         self,
-        objective: Objective,
         model_config: DiffusionModelConfig,
         engine_config: FSDPEngineConfig | None = None,
         optimizer_config: FSDPOptimizerConfig | None = None,
         checkpoint_config: CheckpointConfig | None = None,
+        objective: Objective | None = None,
     ) -> None:
-        self.objective = objective
+        if objective is not None:
+            self.objective = objective
         self.model_config = model_config
         self.engine_config = engine_config or FSDPEngineConfig()
         self.optimizer_config = optimizer_config or FSDPOptimizerConfig()

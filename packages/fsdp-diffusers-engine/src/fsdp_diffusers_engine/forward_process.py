@@ -17,15 +17,7 @@ import torch
 from torch import Tensor
 
 from . import batch, losses, objective, sharding
-from .config import (
-    CheckpointConfig,
-    DiffusionModelConfig,
-    ForwardProcessConfig,
-    FSDPEngineConfig,
-    FSDPOptimizerConfig,
-    Levels,
-)
-from .engine import DiffusersFSDPEngine
+from .config import ForwardProcessConfig, Levels
 from .errors import EngineError, nearest
 from .objective import Objective, Policy
 
@@ -181,18 +173,3 @@ def _levels(config: ForwardProcessConfig, table: Tensor | None, generator: torch
         t = torch.sigmoid(config.logit_mean + config.logit_std * torch.randn(wanted, generator=generator))
     t = config.shift * t / (1.0 + (config.shift - 1.0) * t)
     return t.clamp(1e-3, 1.0)
-
-
-class ForwardProcessDiffusersFSDPEngine(DiffusersFSDPEngine):
-    """An engine with that objective; see `ForwardProcess` for its batches."""
-
-    def __init__(
-        self,
-        model_config: DiffusionModelConfig,
-        engine_config: FSDPEngineConfig | None = None,
-        optimizer_config: FSDPOptimizerConfig | None = None,
-        checkpoint_config: CheckpointConfig | None = None,
-        forward_config: ForwardProcessConfig | None = None,
-    ) -> None:
-        made = ForwardProcess(forward_config)
-        super().__init__(made, model_config, engine_config, optimizer_config, checkpoint_config)

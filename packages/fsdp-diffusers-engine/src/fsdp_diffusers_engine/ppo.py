@@ -19,7 +19,6 @@ from torch import Tensor
 
 from . import batch, losses, objective
 from .adapters import REFERENCE
-from .config import CheckpointConfig, DiffusionModelConfig, FSDPEngineConfig, FSDPOptimizerConfig
 from .engine import DiffusersFSDPEngine
 from .errors import EngineError
 from .objective import Objective, Policy
@@ -162,11 +161,4 @@ class Replay(Objective):
 class PPODiffusersFSDPEngine(DiffusersFSDPEngine):
     """An engine that replays; see `Replay` for its batches, `DiffusersFSDPEngine` for its arguments."""
 
-    def __init__(
-        self,
-        model_config: DiffusionModelConfig,
-        engine_config: FSDPEngineConfig | None = None,
-        optimizer_config: FSDPOptimizerConfig | None = None,
-        checkpoint_config: CheckpointConfig | None = None,
-    ) -> None:
-        super().__init__(Replay(), model_config, engine_config, optimizer_config, checkpoint_config)
+    objective = Replay()

@@ -53,7 +53,7 @@ class TrainingWorker:
         self._join()
         objective = Replay() if actor.diffusion_loss.spec.replays else ForwardProcess(actor.forward_process)
         parts = (actor.model_config, actor.fsdp_config, actor.optim, actor.checkpoint)
-        self.engine = DiffusersFSDPEngine(objective, *parts)
+        self.engine = DiffusersFSDPEngine(*parts, objective=objective)
         self._ready = False
         self._spent: dict[str, float] = {}
         self._base_fingerprint: str | None = None
