@@ -6,7 +6,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ray_trainer.cli import App, run
+from ray_trainer.app import App
+from ray_trainer.cli import run
 from ray_trainer.config import RunConfig
 
 if TYPE_CHECKING:

@@ -1,42 +1,26 @@
-"""The command line that both apps share: `APP [recipe=NAME] [key=value …] [--dry-run] [--help]`."""
+"""The command line that both apps share: `APP [COMMAND] [recipe=NAME] [key=value …] [--dry-run] [--help]`; no command trains."""
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffusion_losses.specs import find_loss, known_losses
 
+from . import commands
+from .app import App, parse
 from .card_memory import foresee
 from .cluster import cluster_address, prepare_environment, ray_session
-from .config import RunConfig, compose, to_yaml
+from .config import RunConfig, to_yaml
 from .errors import Interrupted, TrainerError, TrainingFailed
 from .machines import check_machines
 from .output import safe_output
 from .validate import validate_config
-from .values import expand
 
 if TYPE_CHECKING:
     from .trainer import RayDiffusionTrainer
-
-
-@dataclass(frozen=True)
-class App:
-    """What a program adds to the shared command line.
-
-    `recipes` is its folder of YAML files, `default` the recipe that runs without arguments, `family` that of the losses it trains
-    with, `trainer` the class that runs a config unless `trainer.algorithm` names one.
-    """
-
-    name: str
-    summary: str
-    recipes: Path
-    default: str
-    family: str
-    trainer: Callable[[RunConfig], type[RayDiffusionTrainer]]
 
 
 MAIN_KEYS = """\
@@ -59,34 +43,23 @@ def help_text(app: App) -> str:
     files = sorted(app.recipes.glob("*.yaml"))
     width = max(len(path.stem) for path in files)
     recipes = "\n".join(f"  {path.stem:<{width}}  {_summary(path)}" for path in files)
+    told = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in commands.COMMANDS.items())
     return (
         f"{app.name}: {app.summary}\n\n"
-        f"usage: {app.name} [recipe=NAME|FILE.yaml] [key=value …] [--dry-run] [--help]\n\n"
+        f"usage: {app.name} [recipe=NAME|FILE.yaml] [key=value …] [--dry-run] [--help]   train\n"
+        f"       {app.name} COMMAND …                                   one of those below; each has --help\n\n"
+        f"commands:\n{told}\n\n"
         f"recipes (default {app.default}):\n{recipes}\n\n"
         f"keys that people change most (--dry-run prints them all):\n{MAIN_KEYS}\n\n"
         "exit codes: 0 done, 1 a step failed, 2 the input cannot be used, 130 interrupted (resumable)\n"
     )
 
 
-def parse(app: App, argv: list[str]) -> tuple[RunConfig | None, bool]:
-    """(config, dry run); the config is None when help was asked for.
-
-    Raises:
-        TrainerError: an argument that is neither `key=value` nor a known flag, or a config that does not compose.
-    """
-    if any(a in ("-h", "--help") for a in argv):
-        return None, False
-    dry_run = "--dry-run" in argv
-    pairs = [a for a in argv if a != "--dry-run"]
-    for argument in pairs:
-        if argument.startswith(("-", "=")) or "=" not in argument:
-            raise TrainerError(f"{argument!r} is not understood; give key=value, --dry-run or --help")
-    recipe = next((a.split("=", 1)[1] for a in reversed(pairs) if a.startswith("recipe=")), app.default)
-    file = Path(expand(recipe)) if recipe.endswith((".yaml", ".yml")) else app.recipes / f"{recipe}.yaml"
-    if not file.is_file():
-        known = ", ".join(sorted(p.stem for p in app.recipes.glob("*.yaml")))
-        raise TrainerError(f"there is no recipe {recipe!r}; known are {known}, or give the path of a .yaml file")
-    return compose(app.name, file, [a for a in pairs if not a.startswith("recipe=")]), dry_run
+def _no_command(name: str) -> str:
+    known = ["train", *commands.COMMANDS]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"commands are {', '.join(known)}, and config keys are key=value"
+    return f"{name!r} is no command; {hint}"
 
 
 def _algorithm(app: App, config: RunConfig) -> type[RayDiffusionTrainer]:
@@ -113,6 +86,12 @@ def run(app: App, argv: list[str] | None = None) -> int:
 
 def _run(app: App, argv: list[str]) -> int:
     try:
+        if argv and not argv[0].startswith("-") and "=" not in argv[0]:
+            name, argv = argv[0], argv[1:]
+            if name in commands.COMMANDS:
+                return commands.find(name)(app, argv)
+            if name != "train":
+                raise TrainerError(_no_command(name))
         config, dry_run = parse(app, argv)
         if config is None:
             print(help_text(app), end="")
