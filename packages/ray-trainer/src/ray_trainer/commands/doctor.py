@@ -262,7 +262,7 @@ def _dtypes(part: Path) -> set[str]:
     found = set()
     for file in part.glob("*.safetensors"):
         with safe_open(file, framework="numpy") as opened:
-            found |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+            found |= {opened.get_slice(name).get_dtype() for name in opened.keys()}
     return found
 
 
