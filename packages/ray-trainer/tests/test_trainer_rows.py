@@ -27,6 +27,7 @@ from diffusion_losses import statistic
 from flowgrpo.trainer import RayFlowGRPOTrainer
 from image_rewards import RewardResult
 from image_rewards.loop import RewardLoopWorker
+from omni_rollout.errors import ReplicaError
 from omni_rollout.remote import Remote
 from omni_rollout.replica import DiffusersReplica
 from omni_rollout.router import Router
@@ -63,11 +64,14 @@ def row(request):
 class Drawn:
     """A backend."""
 
+    def abort(self, request_ids):
+        return len(request_ids)
+
     def generate(self, requests):
         return stacked([row(request) for request in requests])
 
-    def draw(self, requests):
-        return parted(requests, self.generate(requests))
+    def draw(self, requests, owners=()):
+        return parted(requests, self.generate(requests), owners)
 
 
 class Logical(Worker):
@@ -75,7 +79,7 @@ class Logical(Worker):
 
     def __init__(self, config, rank):
         self.config, self.rank, self.version, self.backend, self.trained = config, rank, 0, Drawn(), []
-        self.forms = []
+        self.forms, self.taken = [], []
         self.engine = SimpleNamespace(eval_mode=nullcontext)
         self.trainer = SimpleNamespace(train_mini_batch=self.train, compute_log_prob=self.score)
         self.rows = Store(("latents", "next_latents", "step_index", "sigmas", "rollout_log_probs"))
@@ -105,6 +109,13 @@ class Logical(Worker):
     def prompts_kept(self):
         return len(self.rows._prompts)
 
+    def keep(self, rows, copies=False):
+        self.taken.append((len(rows.keys), copies))
+        return super().keep(rows, copies)
+
+    def rows_taken(self):
+        return self.taken
+
 
 class RewardHere(RewardLoopWorker):
     """A pool's worker with a reward that looks at the picture's first pixel."""
@@ -126,10 +137,10 @@ def serve(pipe):
         if what == "make":
             actors[rest[0]] = rest[1]()
         elif what == "call":
-            actor, method, arguments, names = rest
+            actor, method, arguments, named, names = rest
             arguments = [kept[a.name] if isinstance(a, Reference) else a for a in arguments]
             try:
-                answer = getattr(actors[actor], method)(*arguments)
+                answer = getattr(actors[actor], method)(*arguments, **named)
                 answers = answer if len(names) > 1 else (answer,)
             except Exception as error:
                 answers = [error] * len(names)
@@ -262,11 +273,11 @@ class Method:
     def options(self, num_returns=1, concurrency_group=None):
         return Method(self.line, self.actor, self.method, num_returns)
 
-    def remote(self, *arguments):
+    def remote(self, *arguments, **named):
         names = [next(self.line.names) for _ in range(self.returns)]
-        self.line.sent += packed(arguments)[1]
+        self.line.sent += packed((arguments, named))[1]
         self.line.calls += 1
-        self.line.send("call", self.actor, self.method, arguments, names)
+        self.line.send("call", self.actor, self.method, arguments, named, names)
         made = [Reference(name) for name in names]
         return made if self.returns > 1 else made[0]
 
@@ -280,7 +291,7 @@ class Program:
         self.config = config = compose("flowgrpo", RECIPES / "tiny_flow_grpo.yaml", size)
         self.line, self.samples = line, samples
         self.group = group = WorkerGroup.__new__(WorkerGroup)
-        group._ray, group.config = line, config
+        group._ray, group.config, group.placement = line, config, SimpleNamespace(sharding="replicate")
         group.workers = [
             Remote(line.actor(lambda rank=rank: Logical(config, rank)), f"worker-{rank}") for rank in range(workers)
         ]
@@ -380,13 +391,74 @@ def test_a_rank_whose_rows_were_all_left_out_meets_the_others_with_a_row_of_the_
     assert sum(row >= 0 for rank in made.group.call(Logical.what_was_trained) for row, _, _ in rank) == 3
 
 
+@pytest.mark.parametrize("engines", [0, 3])
+def test_a_row_crosses_to_its_owner_alone_and_is_written_once(program, tmp_path, engines):
+    """Batches of engines lie across the borders between owners; the shuffle of the rows makes some move before the update."""
+    made = program(5, 64, engines, "actor.shuffle=true")
+    made.step()
+    taken = [one for rank in made.group.call(Logical.rows_taken) for one in rank]
+    moved = sum(rows for rows, copies in taken if copies)
+    assert 0 < moved <= 64 // 4
+    assert sum(rows for rows, copies in taken if not copies) == (64 if engines else 0)
+    made.group.write_rows(tmp_path)
+    values = [
+        float(value[0, 0])
+        for file in tmp_path.iterdir()
+        for name, value in load_file(file).items()
+        if name.endswith("/latents")
+    ]
+    assert len(values) == len(set(values)) == 64
+
+
+def test_where_ranks_meet_in_each_pass_no_drawing_is_cut_short(program):
+    made = program(3, 32)
+    abort = lambda: made.trainer._runner.run(made.group.abort(["one"]))  # noqa: E731
+    assert abort() == 3
+    made.group.placement.sharding = "shard"
+    before = made.line.calls
+    assert abort() == 0
+    assert made.line.calls == before
+
+
+def test_samples_that_went_with_their_machine_are_a_failure_that_names_it(program):
+    made = program(2, 32, 2)
+    alive = {"NodeManagerAddress": "10.0.0.1", "Alive": True}
+    made.line.nodes = lambda: [alive, {"NodeManagerAddress": "10.0.0.2", "Alive": False}]
+    lost = ray.exceptions.ObjectLostError("ab" * 28, None, "")
+    made.sampler.workers.keep = lambda rank, rows: Remote._answer(SimpleNamespace(name=f"worker-{rank}"), fails(lost))
+    with pytest.raises(ReplicaError) as caught:
+        made.trainer.generate_sequence(made.prompts, 0)
+    said = "samples were lost with machine 10.0.0.2; look there, and at `ray status`"
+    assert made.group.where(caught.value) == said
+
+
+async def fails(error):
+    raise error
+
+
+def asked_for(index, prompt="a cat", uid="a/1"):
+    return SimpleNamespace(uid=uid, index=index, prompt=prompt, negative_prompt=None, settings=None)
+
+
+def test_a_prompt_that_was_rewritten_under_its_uid_is_trained_with_its_own_embedding(tmp_path):
+    store = Store(("latents",))
+    for number, text in enumerate(("a cat", "a big cat", "a cat")):
+        drawn = row(asked_for(number)) | {"prompt_embeds": torch.full((9, 64), float(len(text)))}
+        store.keep(parted([asked_for(number, text)], stacked([drawn]))[2])
+    assert store._tensors([0, 1, 2])["prompt_embeds"][:, 0, 0].tolist() == [5.0, 9.0, 5.0]
+    store.write(tmp_path / "rows")
+    written = load_file(tmp_path / "rows")
+    assert sorted(float(v[0, 0]) for name, v in written.items() if name.endswith("/prompt_embeds")) == [5.0, 9.0]
+
+
 def test_a_rank_keeps_no_memory_of_rows_that_another_rank_keeps():
-    requests = [SimpleNamespace(uid="a/1", index=index, settings=None) for index in range(8)]
-    rows = cloudpickle.loads(cloudpickle.dumps(parted(requests, stacked([row(request) for request in requests]))[2]))
+    requests = [asked_for(index) for index in range(8)]
+    samples = stacked([row(request) for request in requests])
+    theirs = parted(requests, samples, [2 if index in (2, 5) else 1 for index in range(8)])[3]
     store = Store(("latents", "step_index"))
-    assert store.keep(rows, [5, 2]) == [0, 1]
+    assert store.keep(cloudpickle.loads(cloudpickle.dumps(theirs))) == [0, 1]
     kept = store.rows([0, 1]).tensors
-    assert kept["latents"][:, 0, 0].tolist() == [1005.0, 1002.0]
+    assert kept["latents"][:, 0, 0].tolist() == [1002.0, 1005.0]
     storages = {one["latents"].untyped_storage()._cdata: one["latents"].untyped_storage() for one in store._rows}
     assert sum(storage.nbytes() for storage in storages.values()) == 2 * 2 * ELEMENTS * 4
 
@@ -411,12 +483,12 @@ def measured(made, steps=2, enough=0.0):
 
 @pytest.mark.parametrize("engines", [0, 4])
 def test_the_driver_moves_little_of_a_sample_whatever_the_number_of_workers(program, engines):
-    found = {workers: measured(program(workers, 1024, engines)) for workers in (1, 8, 64)}
+    found = {workers: measured(program(workers, 1024, engines), steps=1) for workers in (1, 8, 64)}
     both = {workers: one["sent"] + one["received"] for workers, one in found.items()}
     assert all(size <= 2000 for size in both.values()), found  # a trajectory alone is 131,072 bytes, a picture 192
     # A worker's own share is that of its calls, whatever the samples.
     assert (both[64] - both[1]) * 1024 <= 63 * 4000, found
-    twice = measured(program(8, 2048, engines))
+    twice = measured(program(8, 2048, engines), steps=1)
     assert twice["sent"] + twice["received"] <= 1.05 * both[8], (twice, found)
 
 
@@ -430,7 +502,7 @@ def test_what_the_driver_does_in_a_step_of_4096_samples(program):
 
 def test_one_numpy_view_crosses_without_the_array_behind_it():
     rows = parted(
-        [SimpleNamespace(uid="u", settings=None)] * 2,
+        [asked_for(0)] * 2,
         stacked([row(SimpleNamespace(uid="a/1", index=i)) for i in (0, 1)]),
     )[2]
     one = type(rows)({"latents": rows.tensors["latents"][:1]}, ["u"], [None], rows.prompts)

@@ -11,11 +11,10 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import numpy as np
 from lora_sync import WeightReceipt
 from torch import Tensor
 
-from .samples import Chunk, Rows
+from .samples import Chunk
 from .types import GenerationRequest
 
 if TYPE_CHECKING:
@@ -50,8 +49,8 @@ class RolloutBackend(Protocol):
         """Their samples, in order; see `samples` for the keys. Raises `LifecycleError` unless the backend is ready."""
         ...
 
-    def draw(self, requests: Sequence[GenerationRequest]) -> tuple[dict[str, np.ndarray], np.ndarray, Rows]:
-        """The same in three, see `samples.parted`: a caller in another process need not fetch all of them."""
+    def draw(self, requests: Sequence[GenerationRequest], owners: Sequence[int] = ()) -> tuple[Any, ...]:
+        """The same in parts, see `samples.parted`: a caller in another process need not fetch all of them."""
         ...
 
     def update_lora(self, payload: Any, adapter: str = "default") -> Any:

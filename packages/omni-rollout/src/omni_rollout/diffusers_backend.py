@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from lora_sync import WeightReceipt
 from sde_samplers import SamplerSettings, SigmaSchedule, Trajectory, from_diffusers, rollout, thin_tail
@@ -28,7 +27,7 @@ from .fp8 import fp8_weights
 from .lifecycle import Lifecycle
 from .module_weights import AdapterContext, ModuleWeights
 from .noise import clean_latents, generators_of, start_noise
-from .samples import Rows, denoised, in_order, parted
+from .samples import denoised, in_order, parted
 from .specs import spec_of
 from .types import GenerationRequest
 
@@ -128,9 +127,9 @@ class DiffusersBackend:
                     self._running -= ids
                     self._aborted -= ids
 
-    def draw(self, requests: Sequence[GenerationRequest]) -> tuple[dict[str, np.ndarray], np.ndarray, Rows]:
+    def draw(self, requests: Sequence[GenerationRequest], owners: Sequence[int] = ()) -> tuple[Any, ...]:
         """See `samples.parted`."""
-        return parted(requests, self.generate(requests))
+        return parted(requests, self.generate(requests), owners)
 
     @torch.no_grad()
     def _generate_batch(self, batch: list[GenerationRequest]) -> TensorDict:

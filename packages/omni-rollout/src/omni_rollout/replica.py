@@ -45,10 +45,13 @@ class Replica(ABC):
         """
         return await self.backend.call(RolloutBackend.generate, requests)
 
-    async def draw(self, requests: Sequence[GenerationRequest]) -> tuple[dict[str, np.ndarray], Any, Any]:
-        """The same, of which only the facts come here: (facts, reference to the pictures, reference to the `Rows`)."""
-        facts, pictures, rows = await self.backend.parts(RolloutBackend.draw, requests, returns=3)
-        return facts, pictures, rows
+    async def draw(
+        self, requests: Sequence[GenerationRequest], owners: Sequence[int]
+    ) -> tuple[dict[str, np.ndarray], Any, dict[int, Any]]:
+        """The same, of which only the facts come here: (facts, reference to the pictures, each owner's to its `Rows`)."""
+        known = sorted(set(owners))
+        parts = await self.backend.parts(RolloutBackend.draw, requests, owners, returns=2 + len(known))
+        return parts[0], parts[1], dict(zip(known, parts[2:], strict=True))
 
     async def update_lora(self, payload: Any, adapter: str = "default") -> Any:
         """Bind a `LoRAPayload`, or the one that a Ray reference stands for; returns its `LoRAReceipt`."""

@@ -65,8 +65,10 @@ class Router:
         self._open = True
         self._waiters: list[asyncio.Future[None]] = []
 
-    async def stream(self, requests: Sequence[GenerationRequest], *, apart: bool = False) -> AsyncIterator[Any]:
-        """Draw all of them; batches come as they are finished, from `Replica.generate`, or `apart` from `Replica.draw`.
+    async def stream(
+        self, requests: Sequence[GenerationRequest], owners: Sequence[int] | None = None
+    ) -> AsyncIterator[Any]:
+        """Draw all of them; batches come as they are finished, from `Replica.generate`, or with `owners` from `Replica.draw`.
 
         Raises `DeadlineError` or the last `ReplicaError` once all attempts of a batch failed; `RolloutConfigError` at once.
         """
@@ -81,7 +83,8 @@ class Router:
                     batch = [requests[i] for i in work.places]
                     if work.attempt:  # a name of its own: the last attempt may still be cancelled under its old one
                         batch = [r.replace(request_id=f"{r.request_id}~{work.attempt}") for r in batch]
-                    running[self._send(place, batch, apart)] = work
+                    theirs = owners and [owners[i] for i in work.places]
+                    running[self._send(place, batch, theirs)] = work
                 change, began = asyncio.ensure_future(self._change()), time.monotonic()
                 try:
                     await asyncio.wait({*running, change}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,7 +114,7 @@ class Router:
         """See `loop_base.Client`."""
         return samples["final_latents"]
 
-    def _send(self, place: int, batch: list[GenerationRequest], apart: bool) -> asyncio.Task[Any]:
+    def _send(self, place: int, batch: list[GenerationRequest], owners: Sequence[int] | None) -> asyncio.Task[Any]:
         replica = self.replicas[place]
 
         def done(_: asyncio.Task[Any]) -> None:
@@ -119,19 +122,21 @@ class Router:
                 self._load[place] -= 1
             self._wake()
 
-        task = asyncio.ensure_future(self._attempt(place, replica, batch, apart))
+        task = asyncio.ensure_future(self._attempt(place, replica, batch, owners))
         self._load[place] += 1
         task.add_done_callback(done)
         return task
 
-    async def _attempt(self, place: int, replica: Replica, batch: list[GenerationRequest], apart: bool) -> Any:
+    async def _attempt(
+        self, place: int, replica: Replica, batch: list[GenerationRequest], owners: Sequence[int] | None
+    ) -> Any:
         # The deadline is that of a batch's own work and of the one batch that may lie before it. It starts again whenever the
         # replica finishes a batch: one that is slow is not one that hangs.
         limit, waiting = DEPTH * self.config.request_timeout_s, self._waiting[replica]
         try:
             async with asyncio.timeout(limit or None) as deadline:
                 waiting.add(deadline)
-                samples = await (replica.draw if apart else replica.generate)(batch)
+                samples = await (replica.draw(batch, owners) if owners else replica.generate(batch))
                 for other in waiting if limit else ():
                     if not other.expired():
                         other.reschedule(asyncio.get_running_loop().time() + limit)

@@ -155,6 +155,10 @@ def pictures_of(samples: TensorDict) -> Sequence[Any]:
     return list(pictures.numpy()) if isinstance(pictures, Tensor) else list(pictures)
 
 
+PromptKey = tuple[str, str, "str | None"]
+"""Uid, text and negative text: an agent loop may rewrite a prompt and keep its uid."""
+
+
 @dataclass
 class Rows:
     """What an update needs of some samples, in the form that crosses processes.
@@ -163,36 +167,36 @@ class Rows:
 
     Attributes:
         tensors: [b, …] each, without the prompts'.
-        uids: of the samples' prompts.
+        keys: of the samples' prompts.
         settings: how each sample was drawn.
-        prompts: of each uid the tensors [s, …], without padding, once.
+        prompts: of each key the tensors [s, …], without padding, once.
     """
 
     tensors: dict[str, Tensor]
-    uids: list[str]
+    keys: list[PromptKey]
     settings: list[SamplerSettings]
-    prompts: dict[str, dict[str, Tensor]]
+    prompts: dict[PromptKey, dict[str, Tensor]]
 
     @classmethod
     def of(cls, requests: Sequence[GenerationRequest], samples: TensorDict) -> Rows:
-        """Of finished samples; their pictures and `FACTS` are left out."""
-        names = [str(name) for name in samples.keys() if name not in (*PROMPTS, *FACTS, "responses")]
-        uids = [request.uid for request in requests]
-        first = {uid: place for place, uid in reversed(list(enumerate(uids)))}
-        prompts = {uid: _prompt(samples, place) for uid, place in first.items()}
-        return cls({name: samples[name] for name in names}, uids, [r.settings for r in requests], prompts)
+        """Of finished samples, without their pictures and `FACTS`."""
+        names = [str(name) for name in samples.keys() if name not in PROMPTS]
+        keys = [(request.uid, request.prompt, request.negative_prompt) for request in requests]
+        first = {key: place for place, key in reversed(list(enumerate(keys)))}
+        prompts = {key: _prompt(samples, place) for key, place in first.items()}
+        return cls({name: samples[name] for name in names}, keys, [r.settings for r in requests], prompts)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             **vars(self),
             "tensors": {name: _array(value) for name, value in self.tensors.items()},
-            "prompts": {uid: {k: _array(v) for k, v in one.items()} for uid, one in self.prompts.items()},
+            "prompts": {key: {k: _array(v) for k, v in one.items()} for key, one in self.prompts.items()},
         }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
         self.tensors = {name: _tensor(*value) for name, value in state["tensors"].items()}
-        self.prompts = {uid: {k: _tensor(*v) for k, v in one.items()} for uid, one in state["prompts"].items()}
+        self.prompts = {key: {k: _tensor(*v) for k, v in one.items()} for key, one in state["prompts"].items()}
 
 
 def _prompt(samples: TensorDict, place: int) -> dict[str, Tensor]:
@@ -215,9 +219,16 @@ def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(array.copy()).view(dtype)  # Ray's memory is read-only, and is given back
 
 
-def parted(
-    requests: Sequence[GenerationRequest], samples: TensorDict
-) -> tuple[dict[str, np.ndarray], np.ndarray, Rows]:
-    """Samples in three: their `FACTS`, their pictures, and the rest, which may go to different processes."""
-    facts = {name: samples[name].numpy() for name in FACTS}
-    return facts, samples["responses"].contiguous().numpy(), Rows.of(requests, samples)
+def parted(requests: Sequence[GenerationRequest], samples: TensorDict, owners: Sequence[int] = ()) -> tuple[Any, ...]:
+    """Samples in parts that may go to different processes: their `FACTS`, their pictures, and the rest.
+
+    Args:
+        requests, samples: B, in the same order.
+        owners: who gets the rest of each sample: there is a `Rows` for each owner then, in ascending order. One for all without.
+    """
+    facts, pictures = {name: samples[name].numpy() for name in FACTS}, samples["responses"].contiguous().numpy()
+    rest = samples.exclude("responses", *FACTS)
+    if len(set(owners)) < 2:
+        return facts, pictures, Rows.of(requests, rest)
+    shares = [[place for place, one in enumerate(owners) if one == owner] for owner in sorted(set(owners))]
+    return facts, pictures, *(Rows.of([requests[i] for i in share], rest[torch.tensor(share)]) for share in shares)

@@ -101,7 +101,11 @@ class WorkerGroup:
         return updates_per_step(self.config) // self.config.actor.ppo_epochs
 
     def deal(self, count: int) -> list[list[int]]:
-        """Which of `count` rows each rank draws: as many of every mini-batch as the others, and next to each other there."""
+        """Which of `count` rows each rank draws: as many of every mini-batch as the others, and next to each other there.
+
+        Without regard to `actor.shuffle`: rows of a prompt lie together, so that few ranks encode and keep it. `_balanced` then
+        moves the rows that a shuffle has left uneven.
+        """
         dealt: list[list[int]] = [[] for _ in range(self.ranks)]
         for mini_batch in np.array_split(np.arange(count), self.mini_batches):
             for rank, part in enumerate(np.array_split(mini_batch, self.ranks)):
@@ -117,9 +121,9 @@ class WorkerGroup:
         facts, pictures = (await asyncio.gather(*answers))[0]
         return facts, pictures
 
-    async def keep(self, rank: int, rows: Any, which: Sequence[int]) -> list[int]:
-        """Give a rank some rows of `omni_rollout.samples.Rows`, or of a reference to them; their slots there."""
-        answers = [worker.call(Worker.keep, rows, which) for worker in self.of_rank(rank)]
+    async def keep(self, rank: int, rows: Any) -> list[int]:
+        """Give a rank `omni_rollout.samples.Rows`, or what a reference to them stands for; their slots there."""
+        answers = [worker.call(Worker.keep, rows) for worker in self.of_rank(rank)]
         return (await asyncio.gather(*answers))[0]
 
     async def final_latents(self, batch: TensorDict) -> torch.Tensor:
@@ -131,7 +135,13 @@ class WorkerGroup:
         return torch.stack(await asyncio.gather(*asked))
 
     async def abort(self, request_ids: Sequence[str]) -> int:
-        """Cancel requests in flight on every worker that lives."""
+        """Cancel requests in flight on every worker that lives.
+
+        None is cancelled where ranks meet in each forward pass: one that stopped earlier would leave the others waiting for it.
+        They draw what was sent, and the run ends after that.
+        """
+        if self.placement.sharding == "shard" or self._together > 1:
+            return 0
         asked = (worker.aside(Worker.abort, request_ids) for worker in self.workers)
         return sum(n for n in await asyncio.gather(*asked, return_exceptions=True) if isinstance(n, int))
 
@@ -195,7 +205,7 @@ class WorkerGroup:
         moved, taken = slot.copy(), []
         for (here, there), places in moves.items():
             given: Any = self.of_rank(here)[0].submit(Worker.give, slot[places].tolist())
-            first, *_ = [worker.submit(Worker.keep, given) for worker in self.of_rank(there)]
+            first, *_ = [worker.submit(Worker.keep, given, copies=True) for worker in self.of_rank(there)]
             taken.append((places, first))
         for places, slots in taken:
             moved[places] = self._ray.get(slots)
@@ -218,11 +228,18 @@ class WorkerGroup:
         return [place for places in self.call(Worker.gpu_places) for place in places]
 
     def where(self, error: BaseException | None) -> str:
-        """Of a process that is gone: which one it was, on which machine. Empty for other errors."""
-        while error is not None and not hasattr(error, "actor_id"):
+        """Of a process that is gone, or samples that were lost with their machine: which one it was. Empty for other errors."""
+        chain = []
+        while error is not None:
+            chain.append(error)
             error = error.__cause__
-        ids, gone = [worker.actor._actor_id.hex() for worker in self.workers], getattr(error, "actor_id", None)
-        rank = ids.index(gone) if gone in ids else self._dead() if len(ids) > 1 else None
+        if any(isinstance(getattr(e, "cause", e), self._ray.exceptions.ObjectLostError) for e in chain):
+            gone = [node["NodeManagerAddress"] for node in self._ray.nodes() if not node["Alive"]]
+            if gone:
+                return f"samples were lost with machine {', '.join(gone)}; look there, and at `ray status`"
+        ids = [worker.actor._actor_id.hex() for worker in self.workers]
+        dead = next((e.actor_id for e in chain if hasattr(e, "actor_id")), None)
+        rank = ids.index(dead) if dead in ids else self._dead() if len(ids) > 1 else None
         if rank is None:
             return ""
         return (

@@ -283,15 +283,15 @@ class FleetSampler:
     async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
         """Whole batches over all replicas, as they are finished. Each row goes from the replica to the rank that trains it."""
         rank_of = {place: rank for rank, share in enumerate(self.workers.deal(len(requests))) for place in share}
-        async for places, (facts, pictures, rows) in self.fleet.router.stream(requests, apart=True):
-            owners = [rank_of[place] for place in places]
+        every = [rank_of[place] for place in range(len(requests))]
+        async for places, (facts, pictures, rows) in self.fleet.router.stream(requests, every):
+            owners = np.array(every)[places]
             if requests[0].return_trajectory or self.config.goes_on:
                 slots = np.zeros(len(places), np.int64)
-                for rank in sorted(set(owners)):
-                    which = [i for i, owner in enumerate(owners) if owner == rank]
-                    slots[which] = await self.workers.keep(rank, rows, which)
+                for rank, theirs in rows.items():
+                    slots[owners == rank] = await self.workers.keep(rank, theirs)
                 facts["slot"] = slots
-            yield places, chunk(facts, pictures, owners)
+            yield places, chunk(facts, pictures, owners.tolist())
 
     async def final_latents(self, samples: TensorDict) -> Tensor:
         """Of rows that the workers keep."""

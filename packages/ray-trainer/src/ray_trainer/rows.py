@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omni_rollout.samples import PROMPTS, Rows, column
+from omni_rollout.samples import PROMPTS, PromptKey, Rows, column
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -34,20 +34,20 @@ class Store:
     def clear(self) -> None:
         """Forget all rows."""
         self._rows: list[dict[str, Tensor]] = []
-        self._facts: list[tuple[str, Any]] = []  # (uid, settings)
-        self._prompts: dict[str, dict[str, Tensor]] = {}
+        self._facts: list[tuple[PromptKey, Any]] = []  # (prompt, settings)
+        self._prompts: dict[PromptKey, dict[str, Tensor]] = {}
+        self._copies: set[int] = set()
 
-    def keep(self, rows: Rows, which: Sequence[int] | None = None) -> list[int]:
-        """Take some of the rows, or all; their slots."""
-        first = len(self._rows)
+    def keep(self, rows: Rows, copies: bool = False) -> list[int]:
+        """Take rows; their slots. Copies are rows that another process keeps as well, and writes."""
+        slots = list(range(len(self._rows), len(self._rows) + len(rows.keys)))
         tensors = {name: rows.tensors[name] for name in (*self.names, *_SCORES) if name in rows.tensors}
-        if which is not None:  # copies: views would keep the rows of other ranks too
-            tensors = {name: value[list(which)] for name, value in tensors.items()}
-        for number, place in enumerate(range(len(rows.uids)) if which is None else which):
-            self._rows.append({name: value[number] for name, value in tensors.items()})
-            self._facts.append((rows.uids[place], rows.settings[place]))
-            self._prompts.setdefault(rows.uids[place], rows.prompts[rows.uids[place]])
-        return list(range(first, len(self._rows)))
+        self._rows += [{name: value[place] for name, value in tensors.items()} for place in range(len(slots))]
+        self._facts += zip(rows.keys, rows.settings, strict=True)
+        for key, prompt in rows.prompts.items():
+            self._prompts.setdefault(key, prompt)
+        self._copies |= set(slots) if copies else set()
+        return slots
 
     def put(self, slots: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
         """Keep more about rows: [b, …] each, in the order of the slots."""
@@ -62,13 +62,18 @@ class Store:
 
     def rows(self, slots: Sequence[int]) -> Rows:
         """The form that another process takes."""
-        uids = [self._facts[slot][0] for slot in slots]
+        keys = [self._facts[slot][0] for slot in slots]
         tensors = {name: torch.stack([self._rows[slot][name] for slot in slots]) for name in self._rows[slots[0]]}
-        return Rows(tensors, uids, [self._facts[slot][1] for slot in slots], {uid: self._prompts[uid] for uid in uids})
+        return Rows(tensors, keys, [self._facts[slot][1] for slot in slots], {key: self._prompts[key] for key in keys})
 
     def write(self, file: Path) -> None:
-        """All rows as a safetensors file of `SLOT/NAME` and, for the prompts, `UID/NAME`; none where there are none."""
-        every = {str(slot): row for slot, row in enumerate(self._rows)} | self._prompts
+        """Its own rows as a safetensors file of `SLOT/NAME` and, for the prompts, `UID/NAME`; none where there are none.
+
+        A prompt that was rewritten under the same uid is `UID#NUMBER/NAME` from then on.
+        """
+        every = {str(slot): row for slot, row in enumerate(self._rows) if slot not in self._copies}
+        for (uid, *_), tensors_of in self._prompts.items():
+            every[uid if uid not in every else f"{uid}#{len(every)}"] = tensors_of
         tensors = {f"{key}/{name}": value.clone() for key, one in every.items() for name, value in one.items()}
         if tensors:
             write_tensors(file, tensors)
@@ -85,7 +90,7 @@ class Store:
         rows = self.rows(slots)
         tensors = dict(rows.tensors)
         for name in PROMPTS:
-            values = [rows.prompts[uid][name] for uid in rows.uids if name in rows.prompts[uid]]
+            values = [rows.prompts[key][name] for key in rows.keys if name in rows.prompts[key]]
             if values:
                 pooled = name.endswith("pooled_prompt_embeds")
                 tensors[name] = (

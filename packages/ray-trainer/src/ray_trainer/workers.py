@@ -123,9 +123,9 @@ class ActorRolloutRefWorker:
             facts["slot"] = np.array(self.rows.keep(rows))
         return facts, pictures
 
-    def keep(self, rows: Rows, which: Sequence[int] | None = None) -> list[int]:
-        """Take rows, or some of them, that another process drew; their slots here."""
-        return self.rows.keep(rows, which)
+    def keep(self, rows: Rows, copies: bool = False) -> list[int]:
+        """Take rows of another process, which may be copies of those that it keeps; their slots here."""
+        return self.rows.keep(rows, copies)
 
     def give(self, slots: Sequence[int]) -> Rows:
         """Rows, for a worker that shall train them."""

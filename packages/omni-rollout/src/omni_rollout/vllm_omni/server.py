@@ -15,7 +15,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor
 
 from ..backend import Health
@@ -23,7 +22,7 @@ from ..config import DiffusionRolloutConfig
 from ..errors import LifecycleError, ReplicaDeadError, ReplicaError, RolloutConfigError
 from ..lifecycle import Lifecycle
 from ..openai_api import ImageServer
-from ..samples import Rows, parted, stacked
+from ..samples import parted, stacked
 from ..specs import spec_of
 from ..types import GenerationRequest
 from .engine_weights import EngineWeights
@@ -110,9 +109,9 @@ class vLLMOmniHttpServer:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    async def draw(self, requests: Sequence[GenerationRequest]) -> tuple[dict[str, np.ndarray], np.ndarray, Rows]:
+    async def draw(self, requests: Sequence[GenerationRequest], owners: Sequence[int] = ()) -> tuple[Any, ...]:
         """See `samples.parted`."""
-        return parted(requests, await self.generate(requests))
+        return parted(requests, await self.generate(requests), owners)
 
     async def _draw(self, request: GenerationRequest) -> dict[str, Tensor]:
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams
