@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import flowgrpo.cli
 import pytest
-import ray_trainer.rollouts
+import ray_trainer.scoring
 import ray_trainer.trainer as loop
 import torch
 from omni_rollout.remote import Remote
@@ -87,7 +87,7 @@ def one_process(monkeypatch):
     monkeypatch.setattr(
         loop, "fetched", lambda pictures: torch.stack([torch.from_numpy(p.reference.value[p.row]) for p in pictures])
     )
-    monkeypatch.setattr(ray_trainer.rollouts, "RewardLoopManager", Rewards)
+    monkeypatch.setattr(ray_trainer.scoring, "RewardLoopManager", Rewards)
 
 
 def project_file(frame):

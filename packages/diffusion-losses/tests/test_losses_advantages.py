@@ -140,8 +140,8 @@ def test_components_are_reported_apart_and_holes_are_masked():
     assert not out.mask[3]
     assert out.advantages[3] == 0
     assert torch.isfinite(out.advantages).all()
-    assert out.metrics["advantages/a/nonfinite"] == 1
-    assert out.metrics["advantages/flat/equal_groups"] == len(set(groups))
+    assert out.metrics["advantages/a_nonfinite"] == 1
+    assert out.metrics["advantages/flat_equal_groups"] == len(set(groups))
     assert combined_advantages({"flat": torch.zeros(24)}, groups).mask.any() == torch.tensor(False)
 
 

@@ -13,7 +13,14 @@ import math
 
 import pytest
 import torch
-from diffusion_losses import DiffusionLossConfig, diffusion_loss, group_advantages, make_pairs, old_policy_decay
+from diffusion_losses import (
+    DiffusionLossConfig,
+    combined_advantages,
+    diffusion_loss,
+    group_advantages,
+    make_pairs,
+    old_policy_decay,
+)
 from torch import nn
 
 CORNERS = torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
@@ -83,14 +90,18 @@ def groups_of(prompt):
     return [f"prompt-{int(p)}-{i // GROUP}" for i, p in enumerate(prompt)]
 
 
-def learn_policy_gradient(config, policy, generator, iterations, lr, sign=1.0):
+def near_corner(final, prompt):
+    return group_advantages(reward(final, prompt), groups_of(prompt)).advantages
+
+
+def learn_policy_gradient(config, policy, generator, iterations, lr, sign=1.0, judge=near_corner):
     """Returns the largest share of steps that the trust region held back in any update."""
     held_back = 0.0
     optimizer = torch.optim.Adam(policy.parameters(), lr=lr)
     prompt = torch.arange(4).repeat_interleave(GROUP)
     for _ in range(iterations):
         final, (x, x_next, means, std, old) = rollout(policy, prompt, generator)
-        advantages = sign * group_advantages(reward(final, prompt), groups_of(prompt)).advantages
+        advantages = sign * judge(final, prompt)
         b, w = old.shape
         index = torch.arange(w).expand(b, w)
         data = {"old_log_probs": old, "old_means": means, "next_latents": x_next, "advantages": advantages}
@@ -177,3 +188,32 @@ def test_the_wrong_sign_unlearns():
     config, _, iterations, lr = RECIPES["flow_grpo"]
     learn_policy_gradient(config, policy, torch.Generator().manual_seed(1000), iterations, lr, sign=-1.0)
     assert (evaluate(policy) - before).mean() < -0.1
+
+
+def test_gdpo_raises_two_rewards_of_different_scale_and_their_sum_only_the_large_one():
+    """Close to a corner from the side counts a thousandth of close to it from above or below."""
+
+    def two(x, prompt):
+        away = (x - CORNERS[prompt]).abs()
+        return {"small": -away[:, 0], "large": -1000 * away[:, 1]}
+
+    def gains(method):
+        torch.manual_seed(0)
+        policy, prompt = Policy(), torch.arange(512) % 4
+        noise = torch.Generator().manual_seed(99)
+        before = two(rollout(policy, prompt, noise, stochastic=False)[0], prompt)
+
+        def judge(final, asked):
+            return combined_advantages(two(final, asked), groups_of(asked), method=method).advantages
+
+        config, _, iterations, lr = RECIPES["flow_grpo"]
+        learn_policy_gradient(config, policy, torch.Generator().manual_seed(1000), iterations, lr, judge=judge)
+        after = two(rollout(policy, prompt, noise.manual_seed(99), stochastic=False)[0], prompt)
+        return {name: float((after[name] - before[name]).mean()) for name in before}
+
+    summed, fair = gains("sum"), gains("gdpo")
+    print(summed, fair)
+    assert fair["small"] > 0.15
+    assert fair["large"] > 150
+    assert summed["large"] > 150
+    assert summed["small"] < 0.3 * fair["small"]

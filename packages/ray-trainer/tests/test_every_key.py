@@ -79,8 +79,10 @@ READERS = {
     "rollout.device rollout.router.start_timeout_s",
     f"{TRAINER}.generate_sequence": "rollout.n",
     f"{TRAINER}._validate": "rollout.val_kwargs.n",
-    "ray_trainer.rollouts:Rollouts": "reward.name reward.options reward.num_workers "
-    "reward.num_cpus reward.concurrency reward.batch_size reward.policy reward.failure_value reward.max_retries reward.timeout_s",
+    "ray_trainer.scoring:Scoring": "reward.name reward.options reward.num_workers reward.num_cpus reward.concurrency "
+    "reward.batch_size reward.policy reward.failure_value reward.max_retries reward.timeout_s reward.frame_timeout_s "
+    "reward.combine algorithm.advantage_std algorithm.advantage_ddof algorithm.advantage_eps",
+    "ray_trainer.config:RewardConfig": "reward.several",
     "ray_trainer.workers:ActorRolloutRefWorker": "rollout.dtype rollout.fp8 ray.worker_threads algorithm.old_policy.update_every",
     "omni_rollout.agent_loop:DiffusionAgentLoopWorker": "rollout.agent.default_agent_loop",
     "omni_rollout.edit_loop:DiffusionJudgeEditAgentLoop": "rollout.agent.num_turns",
@@ -90,10 +92,11 @@ READERS = {
     "rollout.vllm_omni.step_execution rollout.vllm_omni.enable_sleep_mode rollout.vllm_omni.rollout_attn_backend "
     "rollout.vllm_omni.engine_kwargs",
     "omni_rollout.vllm_omni.server:vLLMOmniHttpServer": "rollout.vllm_omni.openai_port",
-    f"{TRAINER}.__init__": "data.prompts_per_step data.val_max_prompts algorithm.options",
+    "ray_trainer.prompts:counts": "data.prompts_per_step",
+    f"{TRAINER}.__init__": "data.val_max_prompts algorithm.options",
     "ray_trainer.algorithms:find_algorithm": "trainer.algorithm",
-    "ray_trainer.prompts": "data.train_file data.val_file",
-    TRAINER: "algorithm.advantage_std algorithm.advantage_ddof algorithm.advantage_eps algorithm.flat_groups",
+    "ray_trainer.prompts": "data.train_file data.val_file data.sources",
+    TRAINER: "algorithm.flat_groups",
     "flowgrpo.trainer": "algorithm.old_log_probs algorithm.step_fraction trainer.seed",
     "dpo_online.trainer": "algorithm.pair_mode algorithm.pair_margin",
     f"{TRAINER}._fit": "trainer.total_steps trainer.val_before_train",

@@ -3,7 +3,7 @@ import json
 import pytest
 from omni_rollout.config import DiffusionPipelineConfig
 from ray_trainer.assets import builtin
-from ray_trainer.config import compose, to_yaml
+from ray_trainer.config import DataConfig, compose, to_yaml
 from ray_trainer.errors import TrainerError
 from ray_trainer.prompts import Prompt, PromptSampler, load_prompt_sets, load_prompts
 from ray_trainer.rollouts import negative_prompt
@@ -94,14 +94,14 @@ def test_missing_and_empty_files(tmp_path):
 
 def test_the_sampler_is_a_function_of_seed_and_step():
     prompts = load_prompts("builtin:tiny_shapes_train")
-    sampler = PromptSampler(prompts, 6, seed=3)
+    sampler = PromptSampler(prompts, DataConfig(), seed=3)
     epoch = [p.uid for step in range(16) for p in sampler.at(step)]
     assert sorted(epoch) == sorted(p.uid for p in prompts)  # without replacement
-    assert [p.uid for p in sampler.at(5)] == [p.uid for p in PromptSampler(prompts, 6, seed=3).at(5)]
+    assert [p.uid for p in sampler.at(5)] == [p.uid for p in PromptSampler(prompts, DataConfig(), seed=3).at(5)]
     assert [p.uid for p in sampler.at(0)] != [p.uid for p in sampler.at(16)]  # a new order each epoch
-    assert [p.uid for p in sampler.at(0)] != [p.uid for p in PromptSampler(prompts, 6, seed=4).at(0)]
+    assert [p.uid for p in sampler.at(0)] != [p.uid for p in PromptSampler(prompts, DataConfig(), seed=4).at(0)]
     with pytest.raises(TrainerError, match="must lie between 1 and the 96 prompts"):
-        PromptSampler(prompts, 97, seed=0)
+        PromptSampler(prompts, DataConfig(prompts_per_step=97), seed=0)
 
 
 def test_a_prompt_without_a_negative_one_takes_the_recipes():

@@ -300,7 +300,7 @@ class Program:
             replicas = [DiffusersReplica(line.actor(Drawn), 16, f"replica-{i}") for i in range(engines)]
             self.sampler = FleetSampler(config, group, SimpleNamespace(router=Router(replicas)), False)
         monkeypatch.setattr(image_rewards.loop, "import_ray", lambda: line)
-        monkeypatch.setattr(ray_trainer.rollouts, "RewardLoopManager", image_rewards.loop.RewardLoopManager)
+        monkeypatch.setattr(ray_trainer.scoring, "RewardLoopManager", image_rewards.loop.RewardLoopManager)
         self.trainer = made = RayFlowGRPOTrainer.__new__(RayFlowGRPOTrainer)
         made.config, made.workers, made._runner = config, group, asyncio.Runner()
         made.rollouts = Rollouts(config, self.sampler)

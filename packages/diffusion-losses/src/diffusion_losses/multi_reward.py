@@ -44,7 +44,7 @@ def combined_advantages(
 
     A component that says nothing about a group (all equal) contributes zero there; a sample is masked when no
     component says anything or any of its rewards is not finite. Metrics of single components are under
-    `advantages/<name>/...`. Raises `LossError` for no components, weights of unknown components, or what
+    `advantages/<name>_...`. Raises `LossError` for no components, weights of unknown components, or what
     `group_advantages` refuses.
     """
     check_name("method", method, METHODS)
@@ -78,6 +78,6 @@ def combined_advantages(
     counts = {"nonfinite": float((~finite).sum())}
     output = finish(combined, mask, counts, clip=clip, dtype=dtype)
     for name, part in parts.items():
-        prefix = f"advantages/{name}/"
+        prefix = f"advantages/{name}_"
         output.metrics.update({key.replace("advantages/", prefix, 1): value for key, value in part.metrics.items()})
     return output

@@ -8,6 +8,7 @@ what differs.
 from __future__ import annotations
 
 import difflib
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -29,17 +30,34 @@ from .errors import TrainerError
 from .values import Reference, convert, dump, expand, free, is_section, parse_yaml, read_yaml, section
 
 Thousands = Annotated[int, Interval(ge=1, le=10_000)]
+Weight = Annotated[float, Interval(ge=-1e9, le=1e9)]
 Share = Annotated[float, Interval(ge=0, le=1)]
 
 
 @dataclass
+class PromptSource:
+    """One of several places that prompts come from."""
+
+    train_file: str | list[str] = ""
+    val_file: str | list[str] = ""
+    """Both as `data.train_file` and `data.val_file`."""
+    share: Annotated[float, Interval(gt=0, le=1e9)] = 1.0
+    """Its part of every step's prompts, against the other sources' shares; see `prompts.counts`."""
+    rewards: list[str] = field(default_factory=list)
+    """Names in `reward.several` that score its samples; empty takes all."""
+
+
+@dataclass
 class DataConfig:
-    """Prompts. A file is JSON lines, a JSON list, text, CSV, TSV or Parquet, or a folder of these, or `builtin:NAME`; `[a,b]` is a
-    list of them. A prompt may bring `negative_prompt` and `metadata`; see `image_rewards.prompt_files`."""
+    """Prompts. A file is JSON lines, a JSON list, text, CSV, TSV or Parquet, a data set on disk, or a folder of these, or
+    `builtin:NAME`; `[a,b]` is a list of them. A prompt may bring `negative_prompt` and `metadata`; see
+    `image_rewards.prompt_files`."""
 
     train_file: str | list[str] = "builtin:tiny_shapes_train"
     val_file: str | list[str] = "builtin:tiny_shapes_heldout"
     """Empty holds out a tenth of the training file's texts, always the same ones; so does a train_file given without it."""
+    sources: dict[str, PromptSource] = field(default_factory=dict)
+    """Several places by name, in place of `train_file` and `val_file`."""
     prompts_per_step: Count = 6
     """P; each prompt is sampled `rollout.n` times."""
     val_max_prompts: Count = 48
@@ -47,10 +65,10 @@ class DataConfig:
 
 
 @dataclass
-class RewardConfig:
-    """Which reward of image_rewards scores a sample, and what a failure of it means for training."""
+class RewardPool:
+    """One reward of image_rewards, what scores with it, and what a failure of it means for training."""
 
-    name: str = "shapes"
+    name: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     num_workers: Thousands = 1
     num_cpus: Annotated[float, Interval(ge=0, le=10_000)] = 0.1
@@ -58,12 +76,40 @@ class RewardConfig:
     concurrency: Thousands = 1
     """Samples in flight per worker; more than 1 is for rewards that wait for a server."""
     batch_size: Count = 16
-    """Most samples handed to a worker at once."""
+    """Most pictures handed to a worker at once; of videos, most frames, but at least one video."""
     policy: Literal["required", "skip", "value"] = "required"
     """required: a failure stops the run; skip: the sample leaves its group; value: it counts as `failure_value`."""
     failure_value: Annotated[float, Interval(ge=-1e9, le=1e9)] = 0.0
     max_retries: Annotated[int, Interval(ge=0, le=1000)] = 2
     timeout_s: Seconds = 120.0
+    frame_timeout_s: Annotated[float, Interval(ge=0, le=1e7)] = 0.0
+    """Longest time of one attempt: `timeout_s`, and of a video this for each frame on top."""
+
+
+@dataclass
+class NamedReward(RewardPool):
+    """One of several rewards. What it does not set it takes from `reward`, but for name, options and weight."""
+
+    weight: Weight = 1.0
+    """Its part of the sum; 0 logs a reward without training on it."""
+
+
+@dataclass
+class RewardConfig(RewardPool):
+    """What scores a sample: one reward, or several by name."""
+
+    name: str = "shapes"
+    several: dict[str, NamedReward] = field(default_factory=dict)
+    """Rewards by a name of one's own, in place of `reward.name`. Each has a curve, `reward/NAME_mean` and `val/NAME_mean`."""
+    combine: Literal["weighted_sum", "gdpo"] = "weighted_sum"
+    """weighted_sum: advantages of the sum of weight x score. gdpo: every reward is normalised within its group first, then
+    summed by weight, then normalised over the batch (GDPO, arXiv 2601.05242), so that its scale does not matter."""
+
+    @property
+    def each(self) -> dict[str, NamedReward]:
+        """Every reward by its name; "" is the one of `reward.name`."""
+        own = {f.name: getattr(self, f.name) for f in fields(RewardPool)}
+        return self.several or {"": NamedReward(**own)}
 
 
 @dataclass
@@ -182,6 +228,10 @@ class RunConfig:
         """Whether the agent loop may ask for clean latents to go on from: one of several turns, or of somebody's own."""
         return self.rollout.agent.default_agent_loop != "diffusion_single_turn_agent"
 
+    def rewards_of(self, source: str) -> list[str]:
+        """Names of the rewards that score the samples of a prompt source; "" is the source without a name, and the reward too."""
+        return (source and self.data.sources[source].rewards) or list(self.reward.each)
+
     @property
     def sampling_adapters(self) -> tuple[str, ...]:
         """Policy states that samplers need: `default` validates, `rollout.rollout_adapter` draws what is trained on."""
@@ -190,6 +240,25 @@ class RunConfig:
 
 FILLED_IN = {"actor.model_config": "model", "rollout.architecture": "model.architecture"}
 """Fields that repeat another one, so that a package can be used alone."""
+
+
+def kind_of(name: str) -> Any:
+    """The type of a dotted key, also of one inside a mapping of options or of sections; None where there is no such key."""
+    keys: Mapping[str, Any] = known_keys()
+    parts = name.split(".")
+    if name in keys:
+        return keys[name]
+    for cut in range(len(parts) - 1, 0, -1):
+        kind = keys.get(".".join(parts[:cut]))
+        if get_origin(kind) is dict:
+            element, rest = get_args(kind)[1], parts[cut + 1 :]
+            if not is_section(element):
+                return Any
+            inner = known_keys(element)
+            if not rest or ".".join(rest) in inner:
+                return inner[".".join(rest)] if rest else element
+            return Any if get_origin(inner.get(rest[0])) is dict else None
+    return None
 
 
 @cache
@@ -223,6 +292,8 @@ DOORS = (
     "reward.name",
 )
 """Keys that may name what a person wrote, as "module:attribute" or "./file.py:attribute"."""
+EITHER = {"reward.several": ("reward.name", "reward.options"), "data.sources": ("data.train_file", "data.val_file")}
+"""Sections with several of something, and the keys that say one of it: a layer with the one puts the other of lower layers away."""
 PATHS = ("trainer.run_dir", "model.path", "model.lora_adapter_path", "data.train_file", "data.val_file")
 """Keys in which `~` and `$HOME` mean what they mean to a shell."""
 
@@ -237,24 +308,25 @@ def _read(name: str, node: Node | str, source: str) -> Any:
         if name == filled or name.startswith(f"{filled}."):
             raise TrainerError(f"config key {filled!r} in {source} is filled in from {told!r}; set that one instead")
     keys = known_keys()
-    kind = keys.get(name) if name else RunConfig
+    kind = kind_of(name) if name else RunConfig
+    if kind is Any and name not in keys:  # reward.options.path=…
+        if node == "":
+            return ""
+        return free(parse_yaml(node, name) if isinstance(node, str) else node, name, source)
     if kind is None:
-        above, _, leaf = name.rpartition(".")
-        if get_origin(keys.get(above)) is dict:  # reward.options.path=…
-            if node == "":
-                return ""
-            return free(parse_yaml(node, name) if isinstance(node, str) else node, name, source)
+        leaf = name.rpartition(".")[2]
         # A right name under the wrong section is the commonest slip: offer where that leaf lives.
         same = [known for known in keys if known.split(".")[-1] == leaf]
         hint = next(iter(same or difflib.get_close_matches(name, keys, n=1, cutoff=0.4)), None)
         raise TrainerError(
             f"unknown config key {name!r} in {source}" + (f"; did you mean {hint!r}?" if hint else "; see --help")
         )
-    if is_section(kind) is None:
+    if is_section(kind) is None and not (get_origin(kind) is dict and is_section(get_args(kind)[1])):
         value = convert(kind, node, name, source)
-        if name in PATHS and value is not None and not isinstance(value, Reference):
+        general = re.sub(r"^(reward\.several|data\.sources)\.\w+\.", lambda m: m[1].split(".")[0] + ".", name)
+        if general in PATHS and value is not None and not isinstance(value, Reference):
             value = expand(value) if isinstance(value, str) else [expand(str(one)) for one in value]
-        door = name in DOORS and value is not None and not isinstance(value, Reference)
+        door = general in DOORS and value is not None and not isinstance(value, Reference)
         return importable(name, value) if door else value
     if isinstance(node, str):
         node = parse_yaml(node, name)
@@ -290,11 +362,17 @@ def _load_recipe(file: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """One layer of config over another. Options belong to what they are of, and a validation file to its training file: another
     reward, loss, algorithm or training file does not get them."""
-    for name, options in OPTIONS.items():
+    labels = _at(above, "reward.several") or {}
+    several = {f"reward.several.{label}.name": f"reward.several.{label}.options" for label in labels}
+    for name, options in (OPTIONS | several).items():
         if _at(above, name) not in (None, _at(below, name)):
             (_at(below, options.removesuffix(".options")) or {}).pop("options", None)
     if "train_file" in above.get("data", {}):
         below = _merge(below, {"data": {"val_file": ""}})
+    for group, singles in EITHER.items():
+        for key in singles if _at(above, group) else (group,) if _at(above, singles[0]) else ():
+            part, _, leaf = key.partition(".")
+            below.get(part, {}).pop(leaf, None)
     return _merge(below, above)
 
 
@@ -345,8 +423,12 @@ def check_values(schema: type, tree: dict[str, Any], prefix: str = "") -> None:
     """Raise `TrainerError`, with key, value and what it may be, for the first value that the type of its field does not allow."""
     for name, kind in kinds(schema).items():
         value, inner = tree.get(name), is_section(kind)
+        several = is_section(get_args(kind)[1]) if get_origin(kind) is dict else None
         if inner is not None and isinstance(value, dict):
             check_values(inner, value, f"{prefix}{name}.")
+        elif several is not None and isinstance(value, dict):
+            for label, one in value.items():
+                check_values(several, one, f"{prefix}{name}.{label}.")
         elif any(isinstance(one, Reference) for one in (value if isinstance(value, list) else [value])):
             continue  # its value is not known yet
         elif wrong := fault(kind, value):
@@ -355,10 +437,15 @@ def check_values(schema: type, tree: dict[str, Any], prefix: str = "") -> None:
 
 def _build(schema: Any, tree: dict[str, Any]) -> Any:
     """The dataclass of a whole tree."""
-    inner = {key: is_section(kind) for key, kind in get_type_hints(schema).items()}
-    return schema(
-        **{key: _build(inner[key], v) if inner[key] and isinstance(v, dict) else v for key, v in tree.items()}
-    )
+    made = dict(tree)
+    for key, kind in get_type_hints(schema).items():
+        inner, value = is_section(kind), made.get(key)
+        several = is_section(get_args(kind)[1]) if get_origin(kind) is dict else None
+        if inner is not None and isinstance(value, dict):
+            made[key] = _build(inner, value)
+        elif several is not None and isinstance(value, dict):
+            made[key] = {label: _build(several, one) for label, one in value.items()}
+    return schema(**made)
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
@@ -368,6 +455,27 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
         part, _, leaf = name.partition(".")
         del tree[part][leaf]
     return tree
+
+
+def _fill_several(tree: dict[str, Any], given: dict[str, Any]) -> None:
+    """Complete the entries of `EITHER`'s sections, and empty the keys that they stand in for.
+
+    Raises:
+        TrainerError: one layer gave both, or a name that cannot be a metric's.
+    """
+    for group, singles in EITHER.items():
+        for key in singles if _at(tree, group) else ():
+            if _at(given, key):
+                raise TrainerError(f"{group} and {key} are two ways to say one thing; give {key} inside {group}.NAME")
+            part, _, leaf = key.partition(".")
+            tree[part][leaf] = type(tree[part][leaf])()
+        for label in _at(tree, group):
+            if not re.fullmatch(r"[a-z][a-z0-9_]*", label):
+                raise TrainerError(f"{group} has the name {label!r}; use small letters, digits and _: it names curves")
+    reward, data = tree["reward"], tree["data"]
+    shared = {f.name: reward[f.name] for f in fields(RewardPool) if f.name not in ("name", "options")}
+    reward["several"] = {label: asdict(NamedReward()) | shared | one for label, one in reward["several"].items()}
+    data["sources"] = {label: asdict(PromptSource()) | one for label, one in data["sources"].items()}
 
 
 def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
@@ -383,6 +491,7 @@ def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
             f"app={layers['app']!r} in recipe {recipe_file.name}: this program is {app}; start the other one"
         )
     tree = _merge(to_tree(RunConfig()), layers | {"app": app, "recipe": recipe_file.stem})
+    _fill_several(tree, layers)
     check_values(RunConfig, tree)  # before, so that the key that was typed is named, and not one that refers to it
     tree = _resolved(tree, tree, "")
     check_values(RunConfig, tree)
@@ -418,9 +527,10 @@ def _for_every_folder(config: RunConfig) -> None:
             value = getattr(model, key)
             if value and Path(value).exists():
                 setattr(model, key, str(Path(value).absolute()))
-    for key, value in config.reward.options.items():
-        if isinstance(value, str) and "/" in value and Path(value).exists():
-            config.reward.options[key] = str(Path(value).absolute())
+    for reward in (config.reward, *config.reward.several.values()):
+        for key, value in reward.options.items():
+            if isinstance(value, str) and "/" in value and Path(value).exists():
+                reward.options[key] = str(Path(value).absolute())
 
 
 def updates_per_step(config: RunConfig) -> int:

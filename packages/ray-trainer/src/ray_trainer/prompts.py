@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unicodedata import normalize
@@ -23,19 +24,20 @@ from .model_folder import read_index
 if TYPE_CHECKING:
     from omni_rollout.config import DiffusionPipelineConfig
 
-    from .config import DataConfig
+    from .config import DataConfig, PromptSource
 
 
 @dataclass(frozen=True)
 class Prompt:
     """One line of a prompt file. `uid` names the line, never its text: two lines with one text are two prompts. `where` is the
-    file and line for messages."""
+    file and line for messages, `source` the name in `data.sources`, if it is of one."""
 
     uid: str
     text: str
     negative: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     where: str = ""
+    source: str = ""
 
 
 def load_prompts(location: str | list[str]) -> list[Prompt]:
@@ -72,38 +74,90 @@ HELD_OUT_SHARE = 10
 def load_prompt_sets(data: DataConfig) -> tuple[list[Prompt], list[Prompt]]:
     """Training prompts, and all held-out ones: of `data.val_file`, or, where it is empty, a tenth of the training file's texts:
     those with the smallest SHA-256, no more than `data.val_max_prompts`. A text that occurs twice is wholly on one side.
+    Of several sources the held-out ones come by turns, as far as each has some.
 
     Raises:
         TrainerError: a file cannot be used, or there is nothing to divide.
     """
-    prompts = load_prompts(data.train_file)
-    if data.val_file:
-        return prompts, load_prompts(data.val_file)
+    if not data.sources:
+        return _prompt_sets("data", data, data.val_max_prompts)
+    train: list[Prompt] = []
+    held_out: list[list[Prompt]] = []
+    for name, source in data.sources.items():
+        # The name begins with a letter and a source's own uids with "line" or "file", so that no two prompts share one.
+        both = [
+            [replace(p, uid=f"{name}-{p.uid}", source=name) for p in prompts]
+            for prompts in _prompt_sets(f"data.sources.{name}", source, data.val_max_prompts)
+        ]
+        train += both[0]
+        held_out.append(both[1])
+    return train, [p for turn in zip_longest(*held_out) for p in turn if p is not None]
+
+
+def _prompt_sets(key: str, files: DataConfig | PromptSource, most: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Training and held-out prompts of one source."""
+    prompts = load_prompts(files.train_file)
+    if files.val_file:
+        return prompts, load_prompts(files.val_file)
     texts = sorted({p.text for p in prompts}, key=lambda text: hashlib.sha256(text.encode()).digest())
     if len(texts) < 2:
         raise TrainerError(
-            f"data.train_file={data.train_file!r} holds one text, so none can be held out; give data.val_file=FILE (it may be the "
-            "same file)"
+            f"{key}.train_file={files.train_file!r} holds one text, so none can be held out; give {key}.val_file=FILE (it may be "
+            "the same file)"
         )
-    held_out = set(texts[: min(max(len(texts) // HELD_OUT_SHARE, 1), data.val_max_prompts)])
-    return [p for p in prompts if p.text not in held_out], [p for p in prompts if p.text in held_out]
+    chosen = set(texts[: min(max(len(texts) // HELD_OUT_SHARE, 1), most)])
+    return [p for p in prompts if p.text not in chosen], [p for p in prompts if p.text in chosen]
+
+
+def counts(data: DataConfig) -> dict[str, int]:
+    """How many of a step's prompts each source gives, the same in every step: its share, rounded by the largest remainder.
+
+    Raises:
+        TrainerError: a source would give none.
+    """
+    shares = {name: source.share for name, source in data.sources.items()} or {"": 1.0}
+    exact = {name: data.prompts_per_step * share / sum(shares.values()) for name, share in shares.items()}
+    found = {name: int(value) for name, value in exact.items()}
+    late = sorted(exact, key=lambda name: found[name] - exact[name])
+    for name in late[: data.prompts_per_step - sum(found.values())]:
+        found[name] += 1
+    for name, count in found.items():
+        if not count:
+            raise TrainerError(
+                f"data.sources.{name}.share={shares[name]:g} of data.prompts_per_step={data.prompts_per_step} prompts is none; "
+                "raise one of them"
+            )
+    return found
 
 
 class PromptSampler:
-    """Prompts without replacement, `per_step` (P) a step, epoch after epoch, each epoch in its own order."""
+    """Prompts without replacement, `data.prompts_per_step` (P) a step, epoch after epoch, each epoch in its own order.
 
-    def __init__(self, prompts: list[Prompt], per_step: int, seed: int):
-        if not 0 < per_step <= len(prompts):
-            raise TrainerError(
-                f"data.prompts_per_step={per_step} must lie between 1 and the {len(prompts)} prompts of data.train_file"
-            )
-        self.prompts, self.per_step, self.seed = prompts, per_step, seed
+    Several sources are drawn from side by side, each in its own order and epochs, and follow each other within a step.
+    """
+
+    def __init__(self, prompts: list[Prompt], data: DataConfig, seed: int):
+        self.prompts, self.seed, self.counts = prompts, seed, counts(data)
+        self._of = {name: [p for p in prompts if p.source == name] for name in self.counts}
+        for name, count in self.counts.items():
+            if count > len(self._of[name]):
+                files = f"data.sources.{name}" if name else "data.train_file"
+                share = f" ({count} of them from {files})" if name else ""
+                raise TrainerError(
+                    f"data.prompts_per_step={data.prompts_per_step}{share} must lie between 1 and the {len(self._of[name])} "
+                    f"prompts of {files}"
+                )
 
     def at(self, step: int) -> list[Prompt]:
-        """The P prompts of training step `step` (0, 1, …). A remainder smaller than P at an epoch's end is left out."""
-        epoch, position = divmod(step, len(self.prompts) // self.per_step)
-        order = random.Random(f"{self.seed}/{epoch}").sample(range(len(self.prompts)), len(self.prompts))
-        return [self.prompts[i] for i in order[position * self.per_step : (position + 1) * self.per_step]]
+        """The P prompts of training step `step` (0, 1, …). A remainder smaller than a step's at an epoch's end is left out."""
+        found: list[Prompt] = []
+        for name, count in self.counts.items():
+            prompts = self._of[name]
+            epoch, position = divmod(step, len(prompts) // count)
+            random_state = random.Random(f"{self.seed}/{epoch}/{name}" if name else f"{self.seed}/{epoch}")
+            order = random_state.sample(range(len(prompts)), len(prompts))
+            found += [prompts[i] for i in order[position * count : (position + 1) * count]]
+        return found
 
 
 ROOM = 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from run_report.changes import ConfigChange, within
 
 from . import checkpoint
-from .config import RunConfig, known_keys, to_tree, to_yaml
+from .config import RunConfig, kind_of, to_tree, to_yaml
 from .errors import TrainerError
 from .prompts import Prompt
 from .run_dir import RunDir, is_config
@@ -44,11 +45,21 @@ NEVER = (
 PROMPT_FILES = ("data.train_file", "data.val_file")
 _DECAY = "actor.optim.total_training_steps"
 _INPUTS = "inputs.json"
-_OPTIONS = ("reward.options", "rollout.vllm_omni.engine_kwargs", "model.transformer_config")
+_ENTRY = re.compile(r"^(reward)\.several\.\w+\.")
+_OPTIONS = (
+    "reward.options",
+    "reward.several",
+    "data.sources",
+    "rollout.vllm_omni.engine_kwargs",
+    "model.transformer_config",
+)
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:
     rows = [asdict(prompt) | {"where": ""} for prompt in prompts]  # the place of a file decides nothing
+    for row in rows:
+        if not row["source"]:
+            del row["source"]  # as versions without sources wrote it
     text = json.dumps(rows, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -117,7 +128,7 @@ def differences(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]]) -> l
     return [
         ConfigChange(step, key, before[key], after[key])
         for key in sorted(before)
-        if before[key] != after[key] and not within(key, ALWAYS)
+        if before[key] != after[key] and not within(_ENTRY.sub(r"\1.", key), ALWAYS)
     ]
 
 
@@ -129,7 +140,7 @@ def check_resume(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]]) -> 
     """
     allowed = config.trainer.allow_config_change
     for name in allowed:
-        if name not in known_keys() and not within(name, _OPTIONS):
+        if kind_of(name) is None:
             raise TrainerError(
                 f"trainer.allow_config_change={allowed} names {name!r}, which is no config key; see --dry-run"
             )

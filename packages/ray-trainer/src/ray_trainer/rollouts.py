@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from image_rewards import RewardSample
-from image_rewards.loop import RewardLoopManager, Stored
+from image_rewards.loop import Stored
 from lora_sync import verify
 from omni_rollout.agent_loop import DiffusionAgentLoopWorker
 from omni_rollout.config import DiffusionPipelineConfig
 from omni_rollout.fleet import Fleet
-from omni_rollout.loop_base import Score
 from omni_rollout.samples import Chunk, column
 from omni_rollout.sampling import resolve_settings
 from omni_rollout.types import GenerationRequest
@@ -35,6 +33,7 @@ from torch import Tensor
 from .config import RunConfig
 from .machines import fetch_everywhere, machines
 from .prompts import Prompt
+from .scoring import Scoring
 from .step_metrics import Metrics
 from .workers import ActorRolloutRefWorker as Worker
 
@@ -89,28 +88,9 @@ class Rollouts:
 
     def __init__(self, config: RunConfig, sampler: Sampler):
         self.config, self.sampler = config, sampler
-        reward = config.reward
-        self.rewards = RewardLoopManager(
-            reward.name,
-            reward.options,
-            num_workers=reward.num_workers,
-            policy=reward.policy,  # type: ignore[arg-type]
-            value=reward.failure_value,
-            max_retries=reward.max_retries,
-            timeout_s=reward.timeout_s or None,
-            num_cpus=reward.num_cpus,
-            concurrency=reward.concurrency,
-            batch_size=reward.batch_size,
-        )
-        self.agent_loop = DiffusionAgentLoopWorker(config.rollout, sampler, self._reward)
+        self.scoring = Scoring(config)
+        self.agent_loop = DiffusionAgentLoopWorker(config.rollout, sampler, self.scoring.score)
         self._faults: dict[str, float] = {}
-
-    async def _reward(self, requests: Sequence[GenerationRequest], pictures: Sequence[Any]) -> list[Score]:
-        samples = [
-            RewardSample(picture, one.prompt, dict(one.metadata), uid=one.uid, index=one.index)
-            for one, picture in zip(requests, pictures, strict=True)
-        ]
-        return [(result.score, result.components, result.error) for result in await self.rewards.score_all(samples)]
 
     async def sample(
         self,
@@ -152,8 +132,8 @@ class Rollouts:
         return new
 
     def close(self) -> None:
-        """End the reward pool."""
-        self.rewards.shutdown()
+        """End the reward pools."""
+        self.scoring.close()
 
 
 class Sampler(Protocol):

@@ -24,6 +24,7 @@ def check_rules(config: RunConfig) -> None:
         _sizes,
         _policy_states,
         _guidance,
+        _rewards,
         *([_window] if spec.replays else []),
         *([_pairs] if spec.paired else []),
     ]
@@ -100,6 +101,36 @@ def _window(config: RunConfig) -> Iterator[str]:
         yield f"rollout.algo.sde_window_range={[first, end]} leaves rollout.pipeline.num_inference_steps={steps}; end it at {steps}"
     if not 1 <= size <= end - first:
         yield f"rollout.algo.sde_window_size={size} must be 1 to {end - first}, the steps of the window's range"
+
+
+def _rewards(config: RunConfig) -> Iterator[str]:
+    """Several rewards, and which prompts each scores."""
+    reward, algorithm = config.reward, config.algorithm
+    for name, one in reward.several.items():
+        if not one.name:
+            yield f"reward.several.{name} has no name; set reward.several.{name}.name to a reward"
+    if not any(one.weight for one in reward.each.values()):
+        yield "every reward of reward.several has weight 0, so nothing is trained on; give one another weight"
+    for name, source in config.data.sources.items():
+        unknown = [one for one in source.rewards if one not in reward.several]
+        if unknown:
+            yield (
+                f"data.sources.{name}.rewards={source.rewards} names {unknown[0]!r}, and reward.several has "
+                f"{', '.join(reward.several) or 'none'}"
+            )
+        if not any(reward.each[one].weight for one in config.rewards_of(name) if one in reward.each):
+            yield f"data.sources.{name}.rewards={source.rewards} have weight 0, so its samples teach nothing; add one with a weight"
+    unused = [
+        n
+        for n in reward.several
+        if config.data.sources and not any(n in config.rewards_of(s) for s in config.data.sources)
+    ]
+    if unused:
+        yield f"reward.several.{unused[0]} scores no source of data.sources; name it in a source's rewards, or leave it out"
+    if reward.combine == "gdpo" and config.actor.diffusion_loss.spec.paired:
+        yield "reward.combine=gdpo makes advantages, and dpo's pairs are made of scores; use weighted_sum"
+    if reward.combine == "gdpo" and algorithm.advantage_std == "none":
+        yield "reward.combine=gdpo divides by standard deviations; set algorithm.advantage_std to group (as published) or batch"
 
 
 def _pairs(config: RunConfig) -> Iterator[str]:

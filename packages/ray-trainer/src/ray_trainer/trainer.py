@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from diffusion_losses import group_advantages
 from run_report import (
     LiveLine,
     MetricsWriter,
@@ -65,7 +64,7 @@ class RayDiffusionTrainer(ABC):
         self.options = {**self.OPTIONS, **config.algorithm.options}
         loop, data = config.trainer, config.data
         train, held_out = load_prompt_sets(data)
-        self.prompts = PromptSampler(train, data.prompts_per_step, loop.seed)
+        self.prompts = PromptSampler(train, data, loop.seed)
         self.val_prompts = held_out[: data.val_max_prompts]
         self.inputs = {"data.train_file": self.prompts.prompts, "data.val_file": held_out}
 
@@ -324,17 +323,10 @@ class RayDiffusionTrainer(ABC):
         A sample without a score leaves the batch, and so do those of groups with nothing to compare where
         `algorithm.flat_groups` is drop. The losses clamp advantages themselves, where they do.
         """
-        algorithm, scores = self.config.algorithm, batch["rm_scores"][:, 0]
-        result = group_advantages(
-            scores,
-            list(batch["uid"]),
-            std=algorithm.advantage_std,
-            ddof=algorithm.advantage_ddof,
-            eps=algorithm.advantage_eps,
-        )
+        result = self.rollouts.scoring.advantages(batch)
         metrics = {name: float(value) for name, value in result.metrics.items()}
         batch["advantages"] = result.advantages.to(torch.float32)[:, None]
-        kept = result.mask if algorithm.flat_groups == "drop" else scores.isfinite()
+        kept = result.mask if self.config.algorithm.flat_groups == "drop" else batch["rm_scores"][:, 0].isfinite()
         metrics["advantages/dropped"] = float((~kept).sum())
         return batch if bool(kept.all()) else batch[kept], metrics
 

@@ -46,7 +46,7 @@ def validate_config(config: RunConfig) -> list[str]:
             raise TrainerError(f"rollout.backend={r.backend!r}: {error}") from error
     notes += _check_first_lora(config, spec)
     train, val = load_prompt_sets(d)
-    PromptSampler(train, d.prompts_per_step, t.seed)
+    drawn = PromptSampler(train, d, t.seed).counts
     _check_reward(config, [*train, *val])
     if folder is not None:
         _check_drawn(config, spec, folder, train, val)
@@ -57,9 +57,15 @@ def validate_config(config: RunConfig) -> list[str]:
         notes.append(f"warning: actor.optim.lr={config.actor.optim.lr:g} is very large; recipes use 1e-5 to 2e-3")
     samples, held_out = d.prompts_per_step * r.n, min(len(val), d.val_max_prompts)
     source = d.val_file or f"{len(val)} held-out prompts of {d.train_file}, always the same; {len(train)} train"
+    if d.sources:
+        source = "the sources by turns"
+        notes.append(f"prompts of a step: {', '.join(f'{count} of {name}' for name, count in drawn.items())}")
+    if len(config.reward.several) > 1:
+        notes.append(f"rewards are combined by {config.reward.combine}")
+    shown = [f"{name} ({one.name}, weight {one.weight:g})" for name, one in config.reward.several.items()]
     return [
         f"trains {spec.pipeline_class} at {r.pipeline.height}x{r.pipeline.width} with loss {loss.loss_mode}, "
-        f"LoRA rank {config.model.lora_rank}, reward {config.reward.name}",
+        f"LoRA rank {config.model.lora_rank}, reward {', '.join(shown) or config.reward.name}",
         *notes,
         f"{t.total_steps} steps of {d.prompts_per_step} prompts x {r.n} samples = {samples} samples, "
         f"{updates_per_step(config)} update(s) each",
@@ -172,21 +178,24 @@ def _check_drawn(config: RunConfig, spec: ModelSpec, folder: Path, train: list[P
 
 
 def _check_reward(config: RunConfig, prompts: list[Prompt]) -> None:
-    """The reward's name and options, and that every prompt holds the target which the reward needs.
+    """The rewards' names and options, and that every prompt holds the target which its rewards need.
 
-    The reward made here reads targets only; the ones that score are made in their workers.
+    The rewards made here read targets only; the ones that score are made in their workers.
     """
     from image_rewards import load
     from image_rewards.errors import RewardError
     from image_rewards.targets import check_prompts
 
-    name, options = config.reward.name, config.reward.options
-    try:
-        reward = load(name, **options)
-        check_prompts(reward, ((p.where, p.text, p.metadata) for p in prompts))
-    except RewardError as error:
-        lines = str(error).splitlines()
-        raise TrainerError(f"reward {name!r} with options {options!r}: {' '.join(lines[:2])}") from error
+    for key, reward in config.reward.each.items():
+        using = [p for p in prompts if key in (config.rewards_of(p.source))]
+        try:
+            made = load(reward.name, **reward.options)
+            check_prompts(made, ((p.where, p.text, p.metadata) for p in using))
+        except RewardError as error:
+            lines, label = str(error).splitlines(), f"reward.several.{key} " if key else "reward "
+            raise TrainerError(
+                f"{label}{reward.name!r} with options {reward.options!r}: {' '.join(lines[:2])}"
+            ) from error
 
 
 LARGE_LR = 0.02

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from .gallery import Validation
 
 FILE_NAME = "changes.jsonl"
-MEASURES = ("reward", "data.val_file", "data.val_max_prompts", "rollout.val_kwargs")
+MEASURES = ("reward", "data.val_file", "data.sources", "data.val_max_prompts", "rollout.val_kwargs")
 """Keys and sections that decide what a validation's numbers mean."""
 
 _T = TypeVar("_T", bound=Validation)
