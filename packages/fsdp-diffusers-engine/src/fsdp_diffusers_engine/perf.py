@@ -9,25 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from .forwards import Rows
+from .peaks import tabled_peak
 
 if TYPE_CHECKING:
     from model_specs import Sampling
 
     from .engine import DiffusersFSDPEngine
-
-# Dense bf16 matrix peaks in 1e12 operations per second, from the makers' data sheets; the longest matching name wins.
-_PEAK_BF16 = {
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.4,
-    "H200": 989.4,
-    "H20": 148.0,
-    "B200": 2250.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "L40S": 362.0,
-    "RTX 4090": 165.2,
-}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float | None = None) -> float:
@@ -36,9 +23,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype, override_tflops: float 
         return override_tflops * 1e12
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         name = torch.cuda.get_device_name(device)
-        known = [key for key in _PEAK_BF16 if key in name]
-        if known:
-            return _PEAK_BF16[max(known, key=len)] * 1e12
+        if (known := tabled_peak(name)) is not None:
+            return known * 1e12
     return measured_flops(device.type, device.index or 0, dtype)
 
 

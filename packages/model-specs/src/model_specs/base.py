@@ -85,6 +85,8 @@ class ModelSpec(ABC):
     """Prompt tokens, when the caller gives no number (the stock pipeline's default)."""
     limit: ClassVar[int] = 512
     """The largest `max_sequence_length`."""
+    pads_text: ClassVar[int | None] = None
+    """Tokens beside `max_sequence_length` to which every prompt is filled up; None where a prompt keeps its own length."""
     packed: ClassVar[bool] = False
     """Every 2x2 patch of the latent is one token: [S, 4C] in place of [C, H/f, W/f]."""
     guides_in_one_forward: ClassVar[bool] = False

@@ -27,6 +27,7 @@ class FluxSpec(ModelSpec):
     name = "flux"
     transformer_class = "FluxTransformer2DModel"
     pipeline_class = "FluxPipeline"
+    pads_text = 0
     text_parts = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
     packed = True
     lora_names = "flux"

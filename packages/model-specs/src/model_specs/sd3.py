@@ -27,6 +27,7 @@ class SD3Spec(ModelSpec):
     name = "sd3"
     transformer_class = "SD3Transformer2DModel"
     pipeline_class = "StableDiffusion3Pipeline"
+    pads_text = 77
     text_parts = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
     optional_text_parts = ("tokenizer_3", "text_encoder_3")
     default_max_sequence_length = 256

@@ -33,6 +33,7 @@ class WanSpec(ModelSpec):
     name = "wan"
     transformer_class = "WanTransformer3DModel"
     pipeline_class = "WanPipeline"
+    pads_text = 0
     vae_class = "AutoencoderKLWan"
     solvers = ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler")
     attention_targets = ("to_q", "to_k", "to_v", "to_out.0")

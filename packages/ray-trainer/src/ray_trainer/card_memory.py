@@ -10,8 +10,8 @@ import json
 import math
 import re
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fsdp_diffusers_engine.config import Sharding
@@ -30,7 +30,7 @@ USABLE = 0.92
 """Of a card's memory; the rest is gaps between the allocator's pieces."""
 _REST = 3 * GB
 """CUDA's context, NCCL's buffers, what a decoded picture takes."""
-_KEPT = 16
+KEPT = 16
 """Vectors of the model's width that a block keeps for its backward, per token: 13 measured compiled, 20 computed for eager."""
 _BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
@@ -109,12 +109,12 @@ def measure(folder: Path, config: RunConfig, text: int) -> Needs:
     tokens = (drawn.height * drawn.width / cell**2 * frames + text) / actor.fsdp_config.ulysses_sequence_parallel_size
     row = tokens * width * _BYTES["bf16" if dtype == 2 else "fp32"]
     guided = 2 if drawn.true_cfg_scale > 1 else 1  # both passes are kept until the backward
-    kept = blocks if model.enable_gradient_checkpointing else blocks * _KEPT
-    update = actor.ppo_micro_batch_size_per_gpu * row * (guided * kept + 2 * _KEPT)
+    kept = blocks if model.enable_gradient_checkpointing else blocks * KEPT
+    update = actor.ppo_micro_batch_size_per_gpu * row * (guided * kept + 2 * KEPT)
     engine = config.rollout.backend == "vllm_omni"
     batch = config.rollout.vllm_omni.max_num_seqs if engine else config.rollout.max_batch_size
     heads = attention_heads(folder)
-    return Needs(base, trained, encoders * dtype, update, batch * row * _KEPT, blocks, heads)
+    return Needs(base, trained, encoders * dtype, update, batch * row * KEPT, blocks, heads)
 
 
 def attention_heads(folder: Path) -> int | None:
@@ -176,6 +176,10 @@ class Placement:
     """Whether they share the trainers' GPUs."""
     lines: tuple[str, ...] = ()
     """What to tell a person."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Bytes on a GPU by what they are for; empty where the model is not on this machine."""
+    usable: float = 0.0
+    """Bytes of a GPU that may be filled."""
 
 
 def place(config: RunConfig, machines: Sequence[Machine], needs: Needs | None, card: float) -> Placement:
@@ -232,7 +236,8 @@ def place(config: RunConfig, machines: Sequence[Machine], needs: Needs | None, c
                 f"warning: by these sums {totals[number] / GB:.1f} GB are needed on a GPU and {usable / GB:.1f} are there; lower "
                 "actor.ppo_micro_batch_size_per_gpu, or share one copy among more GPUs (actor.fsdp_config.fsdp_size)"
             )
-    return replace(chosen, lines=tuple(lines))
+    parts = _rows(config, needs, chosen) if needs else {}
+    return replace(chosen, lines=tuple(lines), parts=parts, usable=usable)
 
 
 def _kinds(config: RunConfig, size: int) -> list[Sharding]:
@@ -256,20 +261,27 @@ NODE_GPU_GB = 85.0
 
 
 def foresee(config: RunConfig) -> list[str]:
-    """What `place` will say, before Ray is there: for the GPUs of this machine, or for those that `trainer.num_workers` needs.
+    """What `place` will say, before Ray is there. Raises `TrainerError`, as it does."""
+    seen = foreseen(config)
+    return list(seen[0].lines) if seen else ["placement: decided when the model is on this machine"]
+
+
+def foreseen(config: RunConfig) -> tuple[Placement, Needs] | None:
+    """Where things will lie, and what the model needs: for the GPUs of this machine, or for those that `trainer.num_workers` needs.
+    None while the model is not on this machine.
 
     Raises:
         TrainerError: as `place`.
     """
     ranks, ray, folder = config.trainer.num_workers, config.ray, locate(config.model.path)
     if folder is None or config.model.transformer_config:
-        return ["placement: decided when the model is on this machine"]
-    needs, here = measure(folder, config, text_bound(config)), [] if cluster_address(ray) else _gpus_here()
+        return None
+    needs, here = measure(folder, config, text_bound(config)), [] if cluster_address(ray) else gpus_here()
     on_gpu = config.actor.fsdp_config.device != "cpu" and bool(
         here or cluster_address(ray) or ray.gpu_memory_gb or needs.base > GB
     )
     if not on_gpu:
-        return list(place(config, [Machine(0, ranks)], needs, memory_mb() * 2**20 / ranks).lines)
+        return place(config, [Machine(0, ranks)], needs, memory_mb() * 2**20 / ranks), needs
     if here:
         if len(here) < ranks:
             raise TrainerError(
@@ -277,18 +289,18 @@ def foresee(config: RunConfig) -> list[str]:
                 "set ray.address to join a cluster, or actor.fsdp_config.device=cpu"
             )
         card = ray.gpu_memory_gb * GB if ray.gpu_memory_gb else min(here)
-        return list(place(config, [Machine(len(here), ranks)], needs, card).lines)
+        return place(config, [Machine(len(here), ranks)], needs, card), needs
     full, rest = divmod(ranks, NODE_GPUS)
     guess = [Machine(NODE_GPUS, NODE_GPUS)] * full + ([Machine(rest, rest)] if rest else [])
     card = ray.gpu_memory_gb or NODE_GPU_GB
     told = (
         f"  for {ranks} GPUs of {card:g} GB, at most {NODE_GPUS} on a machine; the cluster's own count when it starts"
     )
-    first, *lines = place(config, guess, needs, card * GB).lines
-    return [first, told, *lines]
+    placed = place(config, guess, needs, card * GB)
+    return replace(placed, lines=(placed.lines[0], told, *placed.lines[1:])), needs
 
 
-def _gpus_here() -> list[float]:
+def gpus_here() -> list[float]:
     """Bytes of each GPU of this machine."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:

@@ -1,0 +1,152 @@
+"""How long a step will take: operations of its phases over what the GPU was seen to do, before anything is loaded.
+
+Each kind of pass has one share of the data sheet's peak, the same for all models and cards. They come from runs on one H200 with
+Qwen-Image of full size (`docs/full_size.md`); a test compares the sums with what other models and cards were measured at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .card_memory import KEPT, Needs, Placement
+from .config import RunConfig
+from .model_folder import check_folder
+from .prompts import Prompt
+
+SHARES = {
+    ("forward", True): 0.50,
+    ("forward", False): 0.35,
+    ("update", True): 0.42,
+    ("update", False): 0.27,
+}
+"""Of the peak that useful and recomputed operations reach, by pass and whether blocks are compiled. An update's forwards,
+recomputations and backwards together."""
+LINK = 53e9
+"""Bytes a second that a GPU gathers of a shared copy, where products do not hide it: 0.73 s for 41 GB on two H100, 1.63 s for 82 GB
+on two H200."""
+REST_S = 0.8
+"""Seconds of a step outside rollout and update: 0.4 to 1.2 were measured."""
+ENGINE_S = 3.1
+"""The same for an engine beside the trainer, more: 1.2 asleep, 1.5 awake, 0.4 for the adapter."""
+BYTES_PER_TOKEN = 4.0
+"""Of plain text in these tokenizers; for the time, not for limits."""
+TEMPLATE = 10
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a step."""
+
+    name: str
+    seconds: float
+    why: str
+
+
+def text_tokens(folder: Path, config: RunConfig, prompts: Sequence[Prompt]) -> int:
+    """Of a usual prompt, or of every one where the model fills them up."""
+    longest, pads = (
+        config.rollout.pipeline.max_sequence_length,
+        check_folder(folder, config.model.architecture).pads_text,
+    )
+    if pads is not None:
+        return pads + longest
+    mean = sum(len(prompt.text.encode()) for prompt in prompts) / max(len(prompts), 1)
+    return min(round(mean / BYTES_PER_TOKEN) + TEMPLATE, longest)
+
+
+def phases(
+    config: RunConfig, folder: Path, needs: Needs, placed: Placement, text: int, peak: float, on_gpu: bool
+) -> list[Phase]:
+    """Seconds of each phase of a step on one GPU, which all GPUs pass through together.
+
+    Args:
+        config: of the run.
+        folder: of the pipeline.
+        needs, placed: of `card_memory`.
+        text: tokens of a prompt.
+        peak: operations a second of one GPU, from the data sheet or measured.
+        on_gpu: whether blocks are compiled by default.
+    """
+    spec = check_folder(folder, config.model.architecture)
+    actor, rollout, loss = config.actor, config.rollout, config.actor.diffusion_loss
+    drawn, ranks = rollout.pipeline, config.trainer.num_workers
+    one = spec.flops(spec.transformer_config, 1, drawn, text)
+    compiled = actor.fsdp_config.use_torch_compile
+    compiled = on_gpu and not actor.fsdp_config.full_determinism if compiled is None else compiled
+    engine = rollout.backend == "vllm_omni"
+    fast = on_gpu and not rollout.vllm_omni.enforce_eager if engine else compiled
+    samples = config.data.prompts_per_step * rollout.n / ranks
+    drawers = placed.engines * placed.tensor_parallel if engine and not placed.beside else ranks
+    guided = 2 if drawn.true_cfg_scale > 1 else 1
+    shared = placed.fsdp_size if placed.sharding == "shard" else 1
+    gather = needs.base * (shared - 1) / shared / LINK
+    speed = {kind: peak * share for kind, share in SHARES.items()}
+
+    def forward(rows: float, batch: float, quick: bool = compiled) -> float:
+        """Seconds of rows without gradient, in batches that gather a shared copy once each."""
+        return rows * one / speed["forward", quick] + math.ceil(rows / batch) * gather
+
+    drawing = config.data.prompts_per_step * rollout.n / drawers
+    batch = (rollout.vllm_omni.max_num_seqs if engine else rollout.max_batch_size) * 1.0
+    seconds = drawing * drawn.num_inference_steps * guided * one / speed["forward", fast]
+    if not engine:
+        seconds += math.ceil(drawing / batch) * drawn.num_inference_steps * guided * gather
+    why = f"{drawing:g} samples a GPU x {drawn.num_inference_steps} steps" + (
+        " x 2 for guidance" if guided == 2 else ""
+    )
+    found = [Phase("rollout", seconds, why)]
+
+    steps, guides = trained_steps(config), guided if loss.spec.replays else 1
+    rows = samples * steps * guides
+    micro = actor.ppo_micro_batch_size_per_gpu
+    scored = actor.log_prob_micro_batch_size_per_gpu or micro
+    if loss.spec.replays and config.algorithm.old_log_probs == "trainer":
+        found.append(Phase("old log-probs", forward(rows, scored), f"{rows:g} rows forward"))
+    others = int(loss.reference_key is not None)
+    others += int(loss.needs_old_velocity and "old" in config.model.policy_state_adapters)
+    if others:
+        found.append(
+            Phase("reference", forward(others * rows * actor.ppo_epochs, scored), f"{others} more forward of each row")
+        )
+    recomputed = recomputed_share(config, needs, placed)
+    work = (2 if config.model.lora_rank else 3) + recomputed
+    updates = rows * actor.ppo_epochs
+    seconds = updates * one * work / speed["update", compiled] + math.ceil(updates / micro) * 2 * gather
+    why = f"{updates:g} rows forward and backward, {recomputed:.0%} of the blocks recomputed"
+    found.append(Phase("update", seconds, why))
+    beside = engine and placed.beside and rollout.vllm_omni.enable_sleep_mode
+    found.append(Phase("rest", REST_S + (ENGINE_S if beside else 0.0), "sync, advantages, files"))
+    return found
+
+
+def trained_steps(config: RunConfig) -> float:
+    """Noise levels of each sample in one update."""
+    drawn, algo = config.rollout.pipeline, config.rollout.algo
+    if config.actor.diffusion_loss.spec.replays:
+        first, end = algo.sde_window_range or (0, drawn.num_inference_steps - 1)
+        window = algo.sde_window_size if algo.sde_window_size is not None else end - first
+        return max(int(window * config.algorithm.step_fraction), 1)
+    forward = config.actor.forward_process
+    if forward.num_levels:
+        return forward.num_levels
+    return max(int(drawn.num_inference_steps * forward.schedule_fraction), 1) if forward.levels == "schedule" else 1
+
+
+def recomputed_share(config: RunConfig, needs: Needs, placed: Placement) -> float:
+    """Of the blocks: as `fsdp_diffusers_engine.recompute` will choose by the memory that is free, all where weights are shared."""
+    model = config.model
+    if not model.enable_gradient_checkpointing:
+        return 0.0
+    if model.recompute_blocks is not None:
+        return min(model.recompute_blocks / max(needs.blocks, 1), 1.0)
+    if placed.sharding == "shard" or config.actor.fsdp_config.device == "cpu" or not placed.usable:
+        return 1.0
+    # A block whose activations are kept holds KEPT vectors of each token, one that is recomputed one.
+    passes = 2 if config.rollout.pipeline.true_cfg_scale > 1 else 1
+    vectors = passes * needs.blocks
+    all_kept = needs.update * (vectors + 2) * KEPT / (vectors + 2 * KEPT)
+    free = placed.usable - sum(placed.parts.values()) + needs.update
+    return min(max((all_kept - free) / (all_kept - needs.update), 0.0), 1.0)
