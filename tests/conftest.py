@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -127,3 +129,75 @@ def finished_run(tmp_path_factory, worker_id):
     done = Finished(**json.loads(result.read_text()))
     assert done.code == 0, done.err[-4000:]
     return folder, done
+
+
+class Here:
+    """An actor of this process: its methods run where they are called."""
+
+    def __init__(self, actor):
+        self._actor = actor
+
+    def __getattr__(self, name):
+        method = getattr(self._actor, name)
+
+        def remote(*arguments):
+            answer = method(*arguments)
+            return [Answer(one) for one in answer] if name == "generate" else Answer(answer)
+
+        return SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote))
+
+
+class Answer:
+    """What such a method returned, as Ray's reference to it."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __await__(self):
+        return self.value
+        yield
+
+
+class Ray:
+    def get(self, answers, timeout=None):
+        return [answer.value for answer in answers]
+
+    def kill(self, actor):
+        pass
+
+
+class Rewards:
+    def __init__(self, *_, **__):
+        pass
+
+    async def score_all(self, samples):
+        return [SimpleNamespace(score=float(sample.index), components={}, error=None) for sample in samples]
+
+    def shutdown(self):
+        pass
+
+
+@pytest.fixture
+def one_process(monkeypatch):
+    """The program without Ray: one worker, and rewards that are numbers, the sample's place among those of its prompt."""
+    import ray_trainer.scoring
+    import ray_trainer.trainer as loop
+    import torch
+    from omni_rollout.remote import Remote
+    from ray_trainer.group import WorkerGroup
+    from ray_trainer.workers import ActorRolloutRefWorker as Worker
+
+    def group(config):
+        made = WorkerGroup.__new__(WorkerGroup)
+        made.config, made._ray, made.gang = config, Ray(), SimpleNamespace(release=lambda: None)
+        made.workers = [Remote(Here(Worker(config)), "worker-0")]
+        made.placement = SimpleNamespace(lines=[])
+        made.call(Worker.init_model)
+        return made
+
+    monkeypatch.setattr("ray_trainer.cli.ray_session", lambda config: nullcontext())
+    monkeypatch.setattr(loop, "WorkerGroup", group)
+    monkeypatch.setattr(
+        loop, "fetched", lambda pictures: torch.stack([torch.from_numpy(p.reference.value[p.row]) for p in pictures])
+    )
+    monkeypatch.setattr(ray_trainer.scoring, "RewardLoopManager", Rewards)

@@ -18,7 +18,10 @@ from ray_trainer.validate import validate_config
 
 APPS = [flowgrpo.cli.APP, dpo_online.cli.APP]
 RECIPES = [
-    (a, p.stem) for a in APPS for p in sorted(a.recipes.glob("*.yaml")) if not p.stem.startswith(("tiny_", "full_size"))
+    (a, p.stem)
+    for a in APPS
+    for p in sorted(a.recipes.glob("*.yaml"))
+    if not p.stem.startswith(("tiny_", "full_size", "offline_dpo", "sft"))
 ]
 IDS = [f"{app.name}-{recipe}" for app, recipe in RECIPES]
 # vLLM-Omni is an extra; its recipes are checked with the other backend where it is not installed.

@@ -3,91 +3,13 @@
 import re
 import runpy
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import flowgrpo.cli
 import pytest
-import ray_trainer.scoring
-import ray_trainer.trainer as loop
-import torch
-from omni_rollout.remote import Remote
-from ray_trainer.group import WorkerGroup
-from ray_trainer.workers import ActorRolloutRefWorker as Worker
 
 ROOT = Path(__file__).resolve().parent.parent
 ROW = re.compile(r"^\| (\d+) \| `([^`]+)` \| `([^`]+)` \|", re.M)
-
-
-class Here:
-    """An actor of this process: its methods run where they are called."""
-
-    def __init__(self, actor):
-        self._actor = actor
-
-    def __getattr__(self, name):
-        method = getattr(self._actor, name)
-
-        def remote(*arguments):
-            answer = method(*arguments)
-            return [Answer(one) for one in answer] if name == "generate" else Answer(answer)
-
-        return SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote))
-
-
-class Answer:
-    """What such a method returned, as Ray's reference to it."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def __await__(self):
-        return self.value
-        yield
-
-
-class Ray:
-    def get(self, answers, timeout=None):
-        return [answer.value for answer in answers]
-
-    def kill(self, actor):
-        pass
-
-
-class Rewards:
-    def __init__(self, *_, **__):
-        pass
-
-    async def score_all(self, samples):
-        return [SimpleNamespace(score=float(sample.index), components={}, error=None) for sample in samples]
-
-    def shutdown(self):
-        pass
-
-
-def picture(stored):
-    return torch.from_numpy(stored.reference.value[stored.row])
-
-
-@pytest.fixture
-def one_process(monkeypatch):
-    """The program without Ray: one worker, and rewards that are numbers."""
-
-    def group(config):
-        made = WorkerGroup.__new__(WorkerGroup)
-        made.config, made._ray, made.gang = config, Ray(), SimpleNamespace(release=lambda: None)
-        made.workers = [Remote(Here(Worker(config)), "worker-0")]
-        made.placement = SimpleNamespace(lines=[])
-        made.call(Worker.init_model)
-        return made
-
-    monkeypatch.setattr("ray_trainer.cli.ray_session", lambda config: nullcontext())
-    monkeypatch.setattr(loop, "WorkerGroup", group)
-    monkeypatch.setattr(
-        loop, "fetched", lambda pictures: torch.stack([torch.from_numpy(p.reference.value[p.row]) for p in pictures])
-    )
-    monkeypatch.setattr(ray_trainer.scoring, "RewardLoopManager", Rewards)
 
 
 def project_file(frame):

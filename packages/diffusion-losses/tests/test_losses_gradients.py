@@ -27,6 +27,7 @@ FORWARD = {
         f"awm_{name}": {"loss_mode": "awm", "clip_ratio": 0.05, "awm_weighting": name, "ref_kl_coef": 0.3}
         for name in ("uniform", "t", "t2", "huber", "ghuber")
     },
+    "sft": {"loss_mode": "sft", "ref_kl_coef": 0.3},
     "awm_trajectory": {"loss_mode": "awm", "clip_ratio": 0.05, "awm_ratio": "trajectory"},
 }
 

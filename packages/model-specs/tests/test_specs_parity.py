@@ -133,3 +133,39 @@ def test_wan_asks_at_the_times_of_the_published_scheduler(load: Callable[[str | 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_shipped_policy_equals_stock_pipeline(load: Callable[[str | Path], Any], scale: float) -> None:
     run(load(SHIPPED), {"true_cfg_scale": scale}, {"true_cfg_scale": scale}, 64, 64, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "frames"),
+    [("sd3", 1), ("flux", 1), ("z_image", 1), ("qwen_image", 1), ("wan", 1), ("wan", 5), ("wan_5b", 5)],
+)
+def test_pictures_are_encoded_as_the_stock_pipelines_encode_them(
+    load: Callable[[str | Path], Any], monkeypatch: pytest.MonkeyPatch, name: str, frames: int
+) -> None:
+    import diffusers
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    loaded = load(name)
+    video = loaded.spec.vae_class != "AutoencoderKL"
+    pixels = torch.randint(0, 256, (2, frames, 3, 64, 96), generator=torch.Generator().manual_seed(0)).byte()
+    ours = loaded.spec.encode(loaded.vae, pixels if frames > 1 else pixels[:, 0])
+    assert ours.dtype == torch.float32
+    assert ours.shape[1:] == loaded.spec.latent_shape(64, 96, frames)
+    # They draw from the posterior where we take its mode.
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
+    stock = diffusers.QwenImageImg2ImgPipeline if video else diffusers.FluxImg2ImgPipeline
+    given = (pixels.float() / 127.5 - 1).transpose(1, 2)
+    with torch.no_grad():
+        theirs = stock._encode_vae_image(SimpleNamespace(vae=loaded.vae), given if video else given[:, :, 0], None)
+    if loaded.spec.packed:
+        theirs = diffusers.FluxImg2ImgPipeline._pack_latents(theirs, 2, theirs.shape[1], 8, 12)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif(not SHIPPED.is_dir(), reason="the shipped tiny policy is not beside this package")
+def test_the_shipped_autoencoder_takes_back_what_it_drew(load: Callable[[str | Path], Any]) -> None:
+    loaded = load(SHIPPED)
+    loaded.record(prompt=PROMPTS, num_inference_steps=10, height=64, width=64, true_cfg_scale=1.0)
+    drawn = loaded.spec.decode(loaded.vae, loaded.steps[-1].next_latents, height=64, width=64)
+    again = loaded.spec.decode(loaded.vae, loaded.spec.encode(loaded.vae, drawn), height=64, width=64)
+    assert (drawn.float() - again.float()).abs().mean() < 6

@@ -98,6 +98,7 @@ READERS = {
     "ray_trainer.prompts": "data.train_file data.val_file data.sources",
     TRAINER: "algorithm.flat_groups",
     "flowgrpo.trainer": "algorithm.old_log_probs algorithm.step_fraction trainer.seed",
+    "dpo_online.cli:_trainer": "data.offline",
     "dpo_online.trainer": "algorithm.pair_mode algorithm.pair_margin",
     f"{TRAINER}._fit": "trainer.total_steps trainer.val_before_train",
     f"{TRAINER}._late": "trainer.max_hours",

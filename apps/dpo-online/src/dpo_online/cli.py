@@ -15,14 +15,17 @@ if TYPE_CHECKING:
 
 
 def _trainer(config: RunConfig) -> type[RayDiffusionTrainer]:
+    from dpo_online.offline import RayOfflineTrainer
     from dpo_online.trainer import RayForwardProcessTrainer, RayOnlineDPOTrainer
 
+    if config.data.offline:
+        return RayOfflineTrainer
     return RayOnlineDPOTrainer if config.actor.diffusion_loss.spec.paired else RayForwardProcessTrainer
 
 
 APP = App(
     name="dpo-online",
-    summary="forward-process RL for diffusion models (online Diffusion-DPO, DiffusionNFT, AWM)",
+    summary="training on clean pictures for diffusion models (online and offline Diffusion-DPO, DiffusionNFT, AWM, SFT)",
     recipes=Path(str(files("dpo_online") / "recipes")),
     default="tiny_dpo",
     family="forward_process",

@@ -1,4 +1,4 @@
-"""Losses that need no trajectory, only clean latents: DiffusionNFT and Advantage-Weighted Matching.
+"""Losses that need no trajectory, only clean latents: DiffusionNFT, Advantage-Weighted Matching, and flow matching itself.
 
 They noise x0 themselves, x_t = (1 - t) x0 + t e, and look at the velocity v(x_t, t), whose regression target is e - x0.
 
@@ -6,6 +6,7 @@ They noise x0 themselves, x_t = (1 - t) x0 + t e, and look at the velocity v(x_t
     data          x0 [B, D...]; sigma per step: [B] or [B, W], the t above; advantages per step
                   NFT: x_t or noise; old_velocity (the sampling policy's)
                   AWM: noise (or target = noise - x0); old_velocity or old_log_probs
+                  SFT: noise (or target = noise - x0); neither advantages nor rollout_weights
                   ref_velocity when ref_kl_coef > 0; mask; rollout_weights
 """
 
@@ -31,9 +32,9 @@ from .elements import (
     step_shape,
     upcast,
 )
-from .errors import unknown_name
+from .errors import LossError, unknown_name
 from .kl import velocity_kl
-from .preference import regression_target
+from .preference import denoising_error, regression_target
 from .reduction import element_loss
 from .surrogates import clip_shares, clipped_surrogate, trajectory_log_ratio
 from .types import ElementLoss, Metrics
@@ -258,6 +259,26 @@ def awm_loss(config: DiffusionLossConfig, model_output: Source, data: Source) ->
         "actor/awm_log_prob": log_probs,
     }
     return _finish(config, batch, data, policy, means, log_ratio)
+
+
+def sft_loss(config: DiffusionLossConfig, model_output: Source, data: Source) -> ElementLoss:
+    """Supervised fine-tuning: <(v - (e - x0))^2>, the loss of flow matching (arXiv 2210.02747) on pictures that are right,
+    + ref_kl_coef <(v - v_ref)^2>. All levels weigh the same; how they are drawn decides what counts."""
+    mode = config.loss_mode
+    velocity = require(model_output, "velocity", "model_output", mode)
+    shape = step_shape("data['sigma']", require(data, "sigma", "data", mode))
+    error = denoising_error(velocity, regression_target(data, mode, velocity, shape), len(shape))
+    mask = read_mask(data, shape, error)
+    refuse_non_finite(mask, velocity_error=error)
+    if lookup(data, "rollout_weights") is not None:
+        raise LossError("data['rollout_weights'] has no meaning for loss_mode='sft'; leave it out")
+    kl = None
+    if config.ref_kl_coef > 0:
+        ref = latent_sized(
+            "data['ref_velocity']", require(data, "ref_velocity", "data", mode), shape, velocity
+        ).detach()
+        kl = velocity_kl(velocity, ref, dims=len(shape))
+    return element_loss(error, mask, {"actor/sft_loss": error}, kl=kl, kl_coef=config.ref_kl_coef)
 
 
 def _finish(

@@ -36,6 +36,7 @@ class LossSpec:
             "ref_velocity" are made by the trainer; any other name is a tensor of the batch that the rollout or the
             algorithm writes: [B] or [B, W, ...] over a trajectory's steps, [B, ...] without one.
         paired: rows belong together in twos, winner and loser.
+        scored: it reads what came of rewards, advantages or the order of a pair; False for plain imitation.
         joins_steps: it looks at all steps of a sample at once, so that they must come in one call, as [B, W].
         limit: the config field that bounds `ElementLoss.distance`: the loss's clip, in its own units; None without one.
         kl_kind, step_weighting: what "auto" means for it; None is the family's usual.
@@ -48,6 +49,7 @@ class LossSpec:
     family: str
     reads: tuple[str, ...] = ()
     paired: bool = False
+    scored: bool = True
     joins_steps: bool = False
     limit: str | None = None
     kl_kind: str | None = None
@@ -59,6 +61,11 @@ class LossSpec:
         check_name("family", self.family, (POLICY_GRADIENT, FORWARD_PROCESS))
         if self.paired and self.family == POLICY_GRADIENT:
             raise LossError("paired=True goes with family='forward_process': a trajectory has no partner at its noise")
+
+    @property
+    def takes_given(self) -> bool:
+        """Whether it can train on finished pictures that nobody scored: pairs in an order, or pictures to imitate."""
+        return self.family == FORWARD_PROCESS and (self.paired or not self.scored)
 
     @property
     def replays(self) -> bool:
@@ -111,6 +118,7 @@ BUILTIN: dict[str, LossSpec] = {
     ),
     # A preference holds whoever drew the two pictures.
     "dpo": LossSpec("diffusion_losses.preference:dpo_loss", FORWARD_PROCESS, reads=("ref_velocity",), paired=True),
+    "sft": LossSpec("diffusion_losses.forward_process:sft_loss", FORWARD_PROCESS, scored=False),
 }
 
 

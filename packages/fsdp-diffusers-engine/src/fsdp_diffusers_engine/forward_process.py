@@ -35,7 +35,7 @@ class ForwardProcess(Objective):
     """Objective of losses on the velocity at freshly noised latents.
 
     Batch: `final_latents` [B, …] fp32 (clean), prompts as for the policy-gradient engine, `sigmas` [B, K+1] or
-    [K+1] for levels from the sampler's schedule. `advantages` [B] for NFT and AWM; for DPO the rows come in pairs
+    [K+1] for levels from the sampler's schedule. `advantages` [B] for NFT and AWM, none for SFT; for DPO the rows come in pairs
     (winner, loser, winner, loser, …: `PairOutput.interleaved()`). What the loss's `LossSpec.reads` names of its own is
     [B, …], the same at every level. Optional `mask` [B] or [B, W]. Non-tensor data: `noise_seed`
     (different for every call that shall draw anew, equal on all ranks), `micro_batch_size`, `settings` (the
@@ -71,7 +71,7 @@ class ForwardProcess(Objective):
             raise EngineError(
                 f"a preference batch has {len(x0)} rows; give pairs of rows, interleaved (PairOutput.interleaved())"
             )
-        if training and not pairs:
+        if training and not pairs and (config is None or config.spec.scored):
             batch.tensor(data, "advantages", "compute advantages before the update")
         seed = batch.plain(data, "noise_seed")
         if seed is None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from .common import compute_dtype, config_of, split_batch, to_uint8, unpack
+from .common import compute_dtype, config_of, pack, split_batch, to_uint8, unpack
 from .errors import SpecError
 from .folders import component, empty_diffusers, has_part, load_diffusers, load_part, read_json
 
@@ -349,6 +349,26 @@ class ModelSpec(ABC):
         scale, shift = vae.config.scaling_factor, vae.config.shift_factor or 0.0
         picture: Tensor = vae.decode((latents.float() / scale + shift).to(vae.dtype), return_dict=False)[0]
         return picture
+
+    def encode(self, vae: nn.Module, pixels: Tensor) -> Tensor:
+        """Pixels as `decode` gives them, uint8 [B, 3, H, W] or [B, T, 3, H, W], to clean latents [B, ...] fp32, no gradient:
+        the mode of what the autoencoder says, so the same picture always gives the same latents."""
+        import torch
+
+        height, width = pixels.shape[-2:]
+        num_frames = pixels.shape[1] if pixels.ndim == 5 else 1
+        self.check_size(height, width, num_frames)
+        weight, done = next(vae.parameters()), []
+        with torch.no_grad():
+            for part in split_batch(pixels, height * width * num_frames):
+                cells = self.cells(vae, part.to(weight.device).float().div(127.5).sub(1.0).to(weight.dtype)).float()
+                done.append(pack(cells) if self.packed else cells)
+        return torch.cat(done)
+
+    def cells(self, vae: Any, pixels: Tensor) -> Tensor:
+        """The inverse of `pixels`. Here: by an `AutoencoderKL`."""
+        scale, shift = vae.config.scaling_factor, vae.config.shift_factor or 0.0
+        return (vae.encode(pixels).latent_dist.mode().float() - shift) * scale
 
     def flops(self, config: Mapping[str, Any], batch: int, settings: Sampling, text_tokens: int) -> float:
         """Operations of one forward of the transformer (one prediction: double it under true guidance).

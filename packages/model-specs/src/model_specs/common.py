@@ -102,6 +102,13 @@ def with_statistics(vae: Any, latents: Tensor) -> Tensor:
     return z / (1.0 / std) + mean
 
 
+def without_statistics(vae: Any, latents: Tensor) -> Tensor:
+    """The inverse of `with_statistics`."""
+    config = config_of(vae)
+    mean, std = (latents.new_tensor(one).view(1, -1, 1, 1, 1) for one in (config.latents_mean, config.latents_std))
+    return (latents - mean) * (1.0 / std)
+
+
 def check_length(prompt: str, count: int, max_sequence_length: int, tokenizer: str = "") -> None:
     """Raise PromptTooLongError when `count` tokens do not fit; the message names the prompt and both numbers."""
     if count > max_sequence_length:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import flops
 from .base import ModelSpec, Sampling
-from .common import check_length, dynamic_shift, linear_sigmas, timestep_of, with_statistics
+from .common import check_length, dynamic_shift, linear_sigmas, timestep_of, with_statistics, without_statistics
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -96,6 +96,12 @@ class QwenImageSpec(ModelSpec):
         else:  # `vae.decode` would also fill the caches that the next frame of a video would read
             picture = vae.decoder(vae.post_quant_conv(z_BCTHW))
         return picture[:, :, 0]
+
+    def cells(self, vae: Any, pixels: Tensor) -> Tensor:
+        from .single_frame import single_frame_convolutions
+
+        encoder: Any = single_frame_convolutions(vae)
+        return without_statistics(vae, encoder.encode(pixels.unsqueeze(2)).latent_dist.mode().float())[:, :, 0]
 
     def flops(self, config: Mapping[str, Any], batch: int, settings: Sampling, text_tokens: int) -> float:
         S, _ = self.latent_shape(settings.height, settings.width, settings.num_frames)

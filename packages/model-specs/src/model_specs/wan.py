@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import flops
 from .base import ModelSpec, Sampling
-from .common import check_length, timestep_of, whole_timestep_of, with_statistics
+from .common import check_length, timestep_of, whole_timestep_of, with_statistics, without_statistics
 from .errors import SpecError
 from .folders import component, has_part
 
@@ -163,6 +163,14 @@ class WanSpec(ModelSpec):
         decoder: Any = single_frame_convolutions(vae) if one_frame else vae
         video = decoder.decode(with_statistics(vae, latents), return_dict=False)[0]
         return video[:, :, 0] if one_frame else video.transpose(1, 2)
+
+    def cells(self, vae: Any, pixels: Tensor) -> Tensor:
+        from .single_frame import single_frame_convolutions
+
+        one_frame = pixels.ndim == 4
+        encoder: Any = single_frame_convolutions(vae) if one_frame else vae
+        video = pixels.unsqueeze(2) if one_frame else pixels.transpose(1, 2)
+        return without_statistics(vae, encoder.encode(video).latent_dist.mode().float())
 
     def flops(self, config: Mapping[str, Any], batch: int, settings: Sampling, text_tokens: int) -> float:
         channels, frames, rows, columns = self.latent_shape(settings.height, settings.width, settings.num_frames)

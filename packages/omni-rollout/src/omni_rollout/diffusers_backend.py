@@ -27,7 +27,7 @@ from .fp8 import fp8_weights
 from .lifecycle import Lifecycle
 from .module_weights import AdapterContext, ModuleWeights
 from .noise import clean_latents, generators_of, start_noise
-from .samples import denoised, in_order, parted
+from .samples import Rows, denoised, given, in_order, parted
 from .specs import spec_of
 from .types import GenerationRequest
 
@@ -130,6 +130,36 @@ class DiffusersBackend:
     def draw(self, requests: Sequence[GenerationRequest], owners: Sequence[int] = ()) -> tuple[Any, ...]:
         """See `samples.parted`."""
         return parted(requests, self.generate(requests), owners)
+
+    @torch.no_grad()
+    def take(self, requests: Sequence[GenerationRequest], finished: Sequence[Tensor]) -> Rows:
+        """Rows of pictures that are given, as if these requests had drawn them.
+
+        Args:
+            requests: B with one kind of settings.
+            finished: of each the pixels, uint8 [3, H, W] or [T, 3, H, W], or its clean latents [...] in floating point.
+
+        Raises `RolloutConfigError` for a size that this architecture or these settings do not take.
+        """
+        from model_specs.errors import SpecError
+
+        settings = requests[0].settings
+        shape = self.spec.latent_shape(*_size(settings).values())
+        try:
+            with self._timed("encode"):
+                cond = self._encode([request.prompt for request in requests], settings)
+                clean = [
+                    one.float() if one.is_floating_point() else self.spec.encode(self.vae, one[None])[0].cpu()
+                    for one in finished
+                ]
+        except SpecError as error:
+            raise RolloutConfigError(str(error)) from error
+        for one in clean:
+            if one.shape != shape:
+                raise RolloutConfigError(
+                    f"latents {tuple(one.shape)} do not fit {_size(settings)}, which needs {shape}."
+                )
+        return given(requests, torch.stack(clean), self._schedule(settings), cond=cond, negative=None)
 
     @torch.no_grad()
     def _generate_batch(self, batch: list[GenerationRequest]) -> TensorDict:

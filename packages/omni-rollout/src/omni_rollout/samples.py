@@ -72,16 +72,30 @@ def denoised(
         if trajectory.log_probs is not None:
             data["rollout_log_probs"] = trajectory.log_probs
     if first.return_trajectory:
-        for prefix, embeds in (("", cond), ("negative_", negative)):
-            if embeds is not None:
-                longest = int(embeds.mask.sum(1).max())
-                mask = embeds.mask[:, :longest]
-                data |= {f"{prefix}prompt_embeds": embeds.embeds[:, :longest] * mask[..., None]}
-                data |= {f"{prefix}prompt_embeds_mask": mask}
-                if embeds.pooled is not None:
-                    data[f"{prefix}pooled_prompt_embeds"] = embeds.pooled
+        data |= _prompts(cond, negative)
     data |= _facts(count, policy_version=policy_version, forwards=forwards, batch_rows=count)
     return _batch(data, count)
+
+
+def given(
+    requests: Sequence[GenerationRequest], clean: Tensor, schedule: SigmaSchedule, *, cond: Any, negative: Any
+) -> Rows:
+    """Finished pictures that nobody drew, as the rows of drawn ones: clean latents [B, …] fp32; the others as for `denoised`."""
+    data = {"final_latents": clean, "sigmas": schedule.sigmas.expand(len(requests), -1)} | _prompts(cond, negative)
+    return Rows.of(requests, _batch(data, len(requests)))
+
+
+def _prompts(cond: Any, negative: Any) -> dict[str, Tensor]:
+    data: dict[str, Tensor] = {}
+    for prefix, embeds in (("", cond), ("negative_", negative)):
+        if embeds is not None:
+            longest = int(embeds.mask.sum(1).max())
+            mask = embeds.mask[:, :longest]
+            data |= {f"{prefix}prompt_embeds": embeds.embeds[:, :longest] * mask[..., None]}
+            data |= {f"{prefix}prompt_embeds_mask": mask}
+            if embeds.pooled is not None:
+                data[f"{prefix}pooled_prompt_embeds"] = embeds.pooled
+    return data
 
 
 def _facts(count: int, *, policy_version: int, forwards: float, batch_rows: int) -> dict[str, Tensor]:

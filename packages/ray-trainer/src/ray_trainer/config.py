@@ -60,6 +60,9 @@ class DataConfig:
     """Several places by name, in place of `train_file` and `val_file`."""
     prompts_per_step: Count = 6
     """P; each prompt is sampled `rollout.n` times."""
+    offline: bool = False
+    """Train on finished pictures that the prompts of `train_file` bring, `chosen` and `rejected` (dpo) or `image` (sft); nothing is
+    drawn or scored but in validation. See `given`."""
     val_max_prompts: Count = 48
     """Validation draws `rollout.val_kwargs.n` samples of each of the first this many prompts of `val_file`."""
 
@@ -231,6 +234,13 @@ class RunConfig:
     def rewards_of(self, source: str) -> list[str]:
         """Names of the rewards that score the samples of a prompt source; "" is the source without a name, and the reward too."""
         return (source and self.data.sources[source].rewards) or list(self.reward.each)
+
+    @property
+    def rows_per_prompt(self) -> int:
+        """Samples of a prompt in the batch of a step."""
+        if not self.data.offline:
+            return self.rollout.n
+        return 2 if self.actor.diffusion_loss.spec.paired else 1
 
     @property
     def sampling_adapters(self) -> tuple[str, ...]:
@@ -535,7 +545,7 @@ def _for_every_folder(config: RunConfig) -> None:
 
 def updates_per_step(config: RunConfig) -> int:
     """Optimizer steps of one training step when every row is trained on: equal rewards and ties leave fewer rows."""
-    rows = config.data.prompts_per_step * config.rollout.n
+    rows = config.data.prompts_per_step * config.rows_per_prompt
     if config.actor.diffusion_loss.spec.paired and config.algorithm.pair_mode == "best_worst":
         rows = 2 * config.data.prompts_per_step
     return -(-rows // config.actor.ppo_mini_batch_size) * config.actor.ppo_epochs

@@ -121,6 +121,21 @@ class WorkerGroup:
         facts, pictures = (await asyncio.gather(*answers))[0]
         return facts, pictures
 
+    def take(self, requests: Sequence[GenerationRequest], files: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let the ranks keep finished pictures from files that all of them see; who keeps each, and its slot there, [B]."""
+        dealt = self.deal(len(requests))
+        calls = [
+            [
+                worker.submit(Worker.take, [requests[i] for i in share], [files[i] for i in share])
+                for worker in self.of_rank(rank)
+            ]
+            for rank, share in enumerate(dealt)
+        ]
+        owner, slot = torch.zeros(len(requests), dtype=torch.long), torch.zeros(len(requests), dtype=torch.long)
+        for rank, (share, answers) in enumerate(zip(dealt, calls, strict=True)):
+            owner[share], slot[share] = rank, torch.tensor(self._ray.get(answers)[0], dtype=torch.long)
+        return owner, slot
+
     async def keep(self, rank: int, rows: Any) -> list[int]:
         """Give a rank `omni_rollout.samples.Rows`, or what a reference to them stands for; their slots there."""
         answers = [worker.call(Worker.keep, rows) for worker in self.of_rank(rank)]

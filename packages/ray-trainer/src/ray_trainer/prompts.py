@@ -38,6 +38,8 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     where: str = ""
     source: str = ""
+    folder: Path = Path()
+    """Of that file, in which the files that the line names are looked for."""
 
 
 def load_prompts(location: str | list[str]) -> list[Prompt]:
@@ -62,7 +64,14 @@ def load_prompts(location: str | list[str]) -> list[Prompt]:
     # The first file's lines are named as if it were alone, so that adding a file leaves their noise as it was.
     names = {file: f"file{i + 1}-" if i else "" for i, file in enumerate(files)}
     return [
-        Prompt(f"{names[row.file]}line{row.number}", row.prompt, row.negative_prompt, row.metadata, row.where)
+        Prompt(
+            f"{names[row.file]}line{row.number}",
+            row.prompt,
+            row.negative_prompt,
+            row.metadata,
+            row.where,
+            folder=row.file.parent,
+        )
         for row in rows
     ]
 

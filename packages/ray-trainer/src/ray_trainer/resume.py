@@ -58,6 +58,7 @@ _OPTIONS = (
 def _fingerprint(prompts: Sequence[Prompt]) -> str:
     rows = [asdict(prompt) | {"where": ""} for prompt in prompts]  # the place of a file decides nothing
     for row in rows:
+        del row["folder"]
         if not row["source"]:
             del row["source"]  # as versions without sources wrote it
     text = json.dumps(rows, sort_keys=True, default=repr)

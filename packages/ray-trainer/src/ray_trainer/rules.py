@@ -27,6 +27,7 @@ def check_rules(config: RunConfig) -> None:
         _rewards,
         *([_window] if spec.replays else []),
         *([_pairs] if spec.paired else []),
+        _given,
     ]
     for rules in (*broken, _support):
         for complaint in rules(config):
@@ -35,11 +36,11 @@ def check_rules(config: RunConfig) -> None:
 
 def _sizes(config: RunConfig) -> Iterator[str]:
     """Every worker gets as many rows as the others, and every sample has another to be compared with."""
-    n, prompts, workers = config.rollout.n, config.data.prompts_per_step, config.trainer.num_workers
-    if n < 2:
+    n, prompts, workers = config.rows_per_prompt, config.data.prompts_per_step, config.trainer.num_workers
+    if n < 2 and not config.data.offline:
         yield f"rollout.n={n} is too small: advantages compare the samples of one prompt, so give at least 2"
     if prompts * n % workers:
-        yield f"data.prompts_per_step x rollout.n = {prompts * n} must divide by trainer.num_workers={workers}"
+        yield f"data.prompts_per_step x {n} = {prompts * n} rows must divide by trainer.num_workers={workers}"
     if config.actor.ppo_mini_batch_size % workers:
         yield f"actor.ppo_mini_batch_size = {config.actor.ppo_mini_batch_size} must divide by trainer.num_workers={workers}"
 
@@ -140,6 +141,24 @@ def _pairs(config: RunConfig) -> Iterator[str]:
         yield f"actor.ppo_micro_batch_size_per_gpu={micro} must be even: dpo takes pairs of rows"
 
 
+def _given(config: RunConfig) -> Iterator[str]:
+    """Pictures that are given go with losses that need no reward for them, and with a trainer that can encode them."""
+    loss = config.actor.diffusion_loss
+    if config.data.offline and not loss.spec.takes_given:
+        yield (
+            f"data.offline=true with loss_mode={loss.loss_mode}: it needs samples that were drawn and scored in this run; use dpo "
+            "or sft, or data.offline=false"
+        )
+    if not config.data.offline and not loss.spec.scored:
+        yield f"loss_mode={loss.loss_mode} imitates pictures that are given: set data.offline=true, and data.train_file with them"
+    if config.data.offline and not config.shares_weights:
+        yield (
+            f"data.offline=true with rollout.backend={config.rollout.backend} and rollout.num_replicas="
+            f"{config.rollout.num_replicas}: the training processes encode the pictures themselves; set "
+            "rollout.backend=diffusers and rollout.num_replicas=1"
+        )
+
+
 def _support(config: RunConfig) -> Iterator[str]:
     """What a package can do and these programs cannot yet."""
     model, optim, fsdp, workers = config.model, config.actor.optim, config.actor.fsdp_config, config.trainer.num_workers
@@ -155,11 +174,11 @@ def _support(config: RunConfig) -> Iterator[str]:
             f"actor.fsdp_config.ulysses_sequence_parallel_size={ranks} does not divide trainer.num_workers={workers}: that many "
             "workers share a sample; use a divisor"
         )
-    rows = config.data.prompts_per_step * config.rollout.n
+    rows = config.data.prompts_per_step * config.rows_per_prompt
     if rows < workers // ranks:
         yield (
-            f"data.prompts_per_step * rollout.n = {rows} samples a step leave some of trainer.num_workers={workers} without any; "
-            "use fewer workers, or draw more"
+            f"data.prompts_per_step x {config.rows_per_prompt} = {rows} samples a step leave some of "
+            f"trainer.num_workers={workers} without any; use fewer workers, or draw more"
         )
     if size != -1 and workers % size:
         yield f"actor.fsdp_config.fsdp_size={size} does not divide trainer.num_workers={workers}; use -1 for those of one machine"

@@ -18,6 +18,7 @@ from .card_memory import check_split
 from .cluster import check_ray
 from .config import RunConfig, check_values, to_tree, updates_per_step
 from .errors import TrainerError
+from .given import check_given
 from .model_folder import check_folder, linear_layers, part_shapes, read_index, size_multiple, transformers
 from .models import locate, spec_class
 from .prompts import Prompt, PromptSampler, check_lengths, load_prompt_sets
@@ -47,7 +48,9 @@ def validate_config(config: RunConfig) -> list[str]:
     notes += _check_first_lora(config, spec)
     train, val = load_prompt_sets(d)
     drawn = PromptSampler(train, d, t.seed).counts
-    _check_reward(config, [*train, *val])
+    if d.offline:
+        check_given(config, spec, train)
+    _check_reward(config, val if d.offline else [*train, *val])
     if folder is not None:
         _check_drawn(config, spec, folder, train, val)
     check_ray(config.ray)
@@ -55,7 +58,8 @@ def validate_config(config: RunConfig) -> list[str]:
     notes += check_resume(config, {"data.train_file": train, "data.val_file": val})
     if config.actor.optim.lr > LARGE_LR:
         notes.append(f"warning: actor.optim.lr={config.actor.optim.lr:g} is very large; recipes use 1e-5 to 2e-3")
-    samples, held_out = d.prompts_per_step * r.n, min(len(val), d.val_max_prompts)
+    per_prompt, kind = config.rows_per_prompt, "given" if d.offline else "samples"
+    samples, held_out = d.prompts_per_step * per_prompt, min(len(val), d.val_max_prompts)
     source = d.val_file or f"{len(val)} held-out prompts of {d.train_file}, always the same; {len(train)} train"
     if d.sources:
         source = "the sources by turns"
@@ -67,7 +71,7 @@ def validate_config(config: RunConfig) -> list[str]:
         f"trains {spec.pipeline_class} at {r.pipeline.height}x{r.pipeline.width} with loss {loss.loss_mode}, "
         f"LoRA rank {config.model.lora_rank}, reward {', '.join(shown) or config.reward.name}",
         *notes,
-        f"{t.total_steps} steps of {d.prompts_per_step} prompts x {r.n} samples = {samples} samples, "
+        f"{t.total_steps} steps of {d.prompts_per_step} prompts x {per_prompt} {kind} = {samples} samples, "
         f"{updates_per_step(config)} update(s) each",
         f"validation on {held_out} prompts x {r.val_kwargs.n} samples of {source}",
         f"run folder {t.run_dir}",

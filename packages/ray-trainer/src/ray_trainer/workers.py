@@ -18,6 +18,7 @@ from omni_rollout.types import GenerationRequest
 from .card_memory import GB, Needs, measure
 from .cluster import available_cpus, memory_mb
 from .config import RunConfig, updates_per_step
+from .given import read_finished
 from .model_folder import read_index
 from .models import check_present, fetch
 from .rows import Store
@@ -122,6 +123,11 @@ class ActorRolloutRefWorker:
         if requests[0].return_trajectory or self.config.goes_on:
             facts["slot"] = np.array(self.rows.keep(rows))
         return facts, pictures
+
+    def take(self, requests: Sequence[GenerationRequest], files: Sequence[str]) -> list[int]:
+        """Keep finished pictures from files, as if these requests had drawn them; their slots here."""
+        frames = self.config.rollout.pipeline.num_frames
+        return self.rows.keep(self.backend.take(requests, [read_finished(Path(file), frames) for file in files]))
 
     def keep(self, rows: Rows, copies: bool = False) -> list[int]:
         """Take rows of another process, which may be copies of those that it keeps; their slots here."""

@@ -1,0 +1,114 @@
+"""Pictures that come with prompts: every line that cannot be used is named before anything starts."""
+
+import json
+
+import dpo_online.cli
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from ray_trainer.cli import parse
+from ray_trainer.errors import TrainerError
+from ray_trainer.given import read_finished
+from ray_trainer.validate import validate_config
+from run_report.video import read_video, video_size, write_video
+from safetensors.torch import save_file
+
+
+def picture(file, width=64, height=64):
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (height, width, 3), dtype=np.uint8)).save(file)
+
+
+def check(folder, rows, *more, recipe="offline_dpo"):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = "data.val_file=builtin:tiny_shapes_heldout"
+    arguments = [
+        f"recipe={recipe}",
+        f"data.train_file={folder}/rows.jsonl",
+        held_out,
+        f"data.prompts_per_step={len(rows)}",
+    ]
+    return validate_config(parse(dpo_online.cli.APP, [*arguments, f"trainer.run_dir={folder}/run", *more])[0])
+
+
+def test_pairs_of_pictures_and_of_latents_are_taken(tmp_path):
+    picture(tmp_path / "a.png")
+    picture(tmp_path / "b.jpg")
+    save_file({"latents": torch.zeros(16, 64)}, tmp_path / "c.safetensors")
+    rows = [
+        {"prompt": "one", "chosen": "a.png", "rejected": str(tmp_path / "b.jpg")},
+        {"prompt": "two", "chosen": "c.safetensors", "rejected": "a.png"},
+    ]
+    assert "2 steps of 2 prompts x 2 given = 4 samples, 1 update(s) each" in check(
+        tmp_path, rows, "trainer.total_steps=2"
+    )
+    named = [{"text": "one", "file_name": "a.png"}]  # as the `datasets` library's image folders have it
+    assert any("x 1 given = 1 samples" in line for line in check(tmp_path, named, recipe="sft"))
+    assert read_finished(tmp_path / "a.png").shape == (3, 64, 64)
+    assert read_finished(tmp_path / "c.safetensors").dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"chosen": "a.png"}, 'line 2 needs "chosen" and "rejected"'),
+        ({"chosen": "a.png", "rejected": 3}, "line 2 needs"),
+        ({"chosen": "a.png", "rejected": "gone.png"}, "line 2: .*gone.png is not there"),
+        ({"chosen": "a.png", "rejected": "wide.png"}, "line 2: .*wide.png has 96x64 pixels, and .* are 64x64"),
+        ({"chosen": "a.png", "rejected": "text.png"}, "line 2: .*text.png cannot be read"),
+        ({"chosen": "a.png", "rejected": "half.png"}, "line 2: .*half.png cannot be read"),
+        (
+            {"chosen": "a.png", "rejected": "few.safetensors"},
+            r"line 2: .* holds latents \(4, 64\), and .* need \(16, 64\)",
+        ),
+        ({"chosen": "a.png", "rejected": "two.safetensors"}, "line 2: .* it holds 2 tensors"),
+        ({"chosen": "a.png", "rejected": "text.safetensors"}, "line 2: .* cannot be read"),
+        (
+            {"chosen": "a.png", "rejected": "film.mp4"},
+            "line 2: .*film.mp4 is a video, and rollout.pipeline.num_frames is 1",
+        ),
+    ],
+)
+def test_a_bad_line_is_named(row, words, tmp_path):
+    picture(tmp_path / "a.png")
+    picture(tmp_path / "wide.png", width=96)
+    for name in ("text.png", "text.safetensors", "film.mp4"):
+        (tmp_path / name).write_text("not at all")
+    (tmp_path / "half.png").write_bytes((tmp_path / "a.png").read_bytes()[:400])
+    save_file({"latents": torch.zeros(4, 64)}, tmp_path / "few.safetensors")
+    save_file({"a": torch.zeros(16, 64), "b": torch.zeros(1)}, tmp_path / "two.safetensors")
+    good = {"prompt": "good", "chosen": "a.png", "rejected": "a.png"}
+    with pytest.raises(TrainerError, match=words):
+        check(tmp_path, [good, {"prompt": "bad", **row}])
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_lines_are_counted(tmp_path):
+    with pytest.raises(TrainerError, match="line 1 .*line 2 .*line 3 .*and 2 more lines"):
+        check(tmp_path, [{"prompt": str(i)} for i in range(5)])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["actor.diffusion_loss.loss_mode=awm"], "samples that were drawn and scored"),
+        (["data.offline=false", "actor.diffusion_loss.loss_mode=sft"], "set data.offline=true"),
+        (["rollout.num_replicas=2"], "encode the pictures themselves"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(wrong, words, tmp_path):
+    picture(tmp_path / "a.png")
+    rows = [{"prompt": "one", "chosen": "a.png", "rejected": "a.png"}]
+    with pytest.raises(TrainerError, match=words):
+        check(tmp_path, rows, *wrong)
+
+
+def test_a_video_file_holds_what_was_written(tmp_path):
+    ramp = np.linspace(0, 255, 33, dtype=np.uint8)[None, None, None, :]
+    frames = np.broadcast_to(ramp, (5, 3, 24, 33)) // np.arange(1, 6, dtype=np.uint8)[:, None, None, None]
+    write_video(tmp_path / "film.mp4", frames)
+    assert video_size(tmp_path / "film.mp4") == (34, 24, 5)
+    back = read_video(tmp_path / "film.mp4", 5)[..., :33]
+    assert np.abs(back.astype(int) - frames).mean() < 3
+    with pytest.raises(ValueError, match="it has 5 frames, and 9 are needed"):
+        read_video(tmp_path / "film.mp4", 9)
