@@ -137,7 +137,10 @@ def read_record(path: Path) -> dict[str, Any]:
             f"{str(path)!r} is no checkpoint of this engine (it has no {_RECORD})"
             + (f"; there are {near[-5:]} beside it" if near else "; none lies beside it either")
         )
-    record: dict[str, Any] = json.loads(file.read_text())
+    try:
+        record: dict[str, Any] = dict(json.loads(file.read_bytes()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{str(file)!r} is damaged ({error}); load another checkpoint") from error
     if record.get("format") != _FORMAT:
         raise CheckpointError(f"{str(path)!r} has format {record.get('format')!r}, this version reads {_FORMAT}")
     return record
@@ -174,16 +177,19 @@ def save_rng(file: Path, device: torch.device) -> None:
 
 def load_rng(file: Path, device: torch.device) -> None:
     """Restore this rank's generators; a rank that was not there when saving keeps its own."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     if not file.is_file():
         return
-    with safe_open(str(file), framework="pt") as stored:
-        torch.set_rng_state(stored.get_tensor("torch"))
-        if device.type == "cuda" and "cuda" in stored.keys():
-            torch.cuda.set_rng_state(stored.get_tensor("cuda"), device)
-        version, numbers, gauss = json.loads(stored.metadata()["python"])
-    random.setstate((version, tuple(numbers), gauss))
+    try:
+        with safe_open(str(file), framework="pt") as stored:
+            version, numbers, gauss = json.loads(stored.metadata()["python"])
+            torch.set_rng_state(stored.get_tensor("torch"))
+            if device.type == "cuda" and "cuda" in stored.keys():
+                torch.cuda.set_rng_state(stored.get_tensor("cuda"), device)
+        random.setstate((version, tuple(numbers), gauss))
+    except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, RecursionError) as error:
+        raise CheckpointError(f"{str(file)!r} is damaged ({error}); load another checkpoint") from error
 
 
 def _barrier(layout: Layout) -> None:

@@ -57,11 +57,12 @@ class ServiceReward(Reward):
             fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:  # a port that is no number or too large, half a pair of brackets
             fits = False
+        shown = re.sub(r"//[^/@]*@", "//…@", self.url)  # a password in it is not repeated
         fits = fits and re.fullmatch(r"[!-~]+", self.url) is not None
-        require(fits, f"url={self.url!r} must look like http://host:port/path, with a port of 1 to 65535.")
+        require(fits, f"url={shown!r} must look like http://host:port/path, with a port of 1 to 65535.")
         require(
             parts.username is None and not parts.fragment,
-            f"url={self.url!r} may hold no user name and no #: name the variable with the token as token_env.",
+            f"url={shown!r} may hold no user name and no #: name the variable with the token as token_env.",
         )
         require(
             min(self.timeout_s, self.deadline_s) > 0 and self.max_retries >= 0 and self.backoff_s >= 0,

@@ -125,9 +125,19 @@ class Message:
 
 
 def parse_header(data: bytes) -> tuple[dict[str, Any], list[Spec]]:
-    """Inverse of `Message.header`."""
-    meta, specs = json.loads(data)
-    return meta, [Spec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in specs]
+    """Inverse of `Message.header`. Raises `CorruptPayloadError` for anything else."""
+    try:
+        meta, specs = json.loads(data)
+        found = [Spec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in specs]
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptPayloadError(f"the header of a message cannot be read ({error}).") from error
+    for spec in found:
+        whole = all(type(size) is int and 0 <= size < 2**48 for size in spec.shape)
+        if not (
+            isinstance(meta, dict) and isinstance(spec.dtype, torch.dtype) and isinstance(spec.name, str) and whole
+        ):
+            raise CorruptPayloadError(f"the header of a message describes no tensor: {spec!r:.200}.")
+    return meta, found
 
 
 def _unpickled(meta: dict[str, Any], parts: Iterable[tuple[str, str, tuple[int, ...], Any]]) -> Message:

@@ -62,8 +62,9 @@ def load_part(path: str | Path, part: str, dtype: torch.dtype | None, device: to
             f"{transformers.__version__} does not have: install the version that the folder was saved with."
         )
     if is_tokenizer:
-        return kind.from_pretrained(folder)
-    return kind.from_pretrained(folder, dtype=dtype or torch.float32).to(device).eval().requires_grad_(False)
+        return kind.from_pretrained(folder, trust_remote_code=False)
+    model = kind.from_pretrained(folder, dtype=dtype or torch.float32, use_safetensors=True, trust_remote_code=False)
+    return model.to(device).eval().requires_grad_(False)
 
 
 def load_diffusers(class_name: str, folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> Any:
@@ -73,7 +74,9 @@ def load_diffusers(class_name: str, folder: Path, dtype: torch.dtype | None, dev
 
     kind = getattr(diffusers, class_name)
     try:
-        model, info = kind.from_pretrained(folder, dtype=dtype or torch.float32, output_loading_info=True)
+        model, info = kind.from_pretrained(
+            folder, dtype=dtype or torch.float32, use_safetensors=True, output_loading_info=True
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise SpecError(f"Cannot load {class_name} from {str(folder)!r}: {error}") from error
     if missing := sorted(info["missing_keys"]):  # diffusers goes on with whatever memory holds

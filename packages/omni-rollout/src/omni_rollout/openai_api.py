@@ -13,7 +13,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sde_samplers.settings import SamplerSettings
@@ -33,6 +33,7 @@ _FIELDS = (
 )  # fmt: skip
 _IGNORED = ("quality", "style", "background", "moderation", "output_compression", "partial_images", "input_fidelity")
 """What OpenAI's own clients send for models of theirs. It has no meaning here; the answer names those that were left out."""
+_MAX_BODY = 1 << 20
 _MAX_IMAGES = 16
 _MAX_SIDE = 4096
 _MULTIPLE = 16
@@ -67,7 +68,7 @@ def create_app(draw: Draw, pipeline: DiffusionPipelineConfig, model: str = "poli
 
     async def generations(http: Request) -> Any:
         try:
-            body = _object(await http.body())
+            body = _object(await _bounded(http.stream()))
             requests = requests_of(body, pipeline, next(numbers))
             samples = await draw(requests)
             data = [{"b64_json": to_png(picture)} for picture in samples["responses"]]
@@ -122,6 +123,16 @@ class ImageServer:
             self._server.should_exit = True
             await self._task
             self._task = None
+
+
+async def _bounded(chunks: AsyncIterator[bytes]) -> bytes:
+    """A request's body. Raises `RolloutConfigError` as soon as it is longer than any prompt."""
+    body = bytearray()
+    async for chunk in chunks:
+        body += chunk
+        if len(body) > _MAX_BODY:
+            raise RolloutConfigError(f"the body is longer than the limit of {_MAX_BODY} bytes; send a shorter prompt.")
+    return bytes(body)
 
 
 def _object(body: bytes) -> dict[str, Any]:

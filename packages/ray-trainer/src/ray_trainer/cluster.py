@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from . import keeper
 from .config import RayConfig
 from .doors import FOLDERS
 from .errors import TrainerError
@@ -65,10 +66,20 @@ def _own_token() -> str:
     return secrets.token_hex(32)
 
 
+_HEAD_WAIT = "RAY_gcs_rpc_server_reconnect_timeout_s"
+
+
 @contextmanager
-def _token_in_memory() -> Iterator[None]:
-    """A local Ray with a token that is in no file: Ray would leave ~/.ray/auth_token behind, which later clusters then demand."""
-    before = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
+def _own_environment(folder: Path) -> Iterator[None]:
+    """What the processes of a local Ray inherit.
+
+    A token that is in no file: Ray would leave ~/.ray/auth_token behind, which later clusters then demand. A mark for `keeper`. And
+    5 s of patience with Ray's head, which does not come back once it is gone; Ray's default is a minute.
+    """
+    names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", _HEAD_WAIT, keeper.MARK)
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.setdefault(_HEAD_WAIT, "5")
+    os.environ[keeper.MARK] = str(folder)
     if not _has_token() and before["RAY_AUTH_MODE"] in (None, "token"):
         os.environ["RAY_AUTH_TOKEN"] = _own_token()
     try:
@@ -79,6 +90,17 @@ def _token_in_memory() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _kept(folder: Path) -> Iterator[None]:
+    """A `keeper` beside this process: nothing of the session outlives it, even where it is killed."""
+    command = [sys.executable, "-IS", keeper.__file__, str(folder)]
+    watching = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # no Ctrl-C of the terminal
+    try:
+        yield
+    finally:
+        watching.communicate()
 
 
 def memory_mb() -> int:
@@ -170,17 +192,11 @@ def ray_session(config: RayConfig) -> Iterator[None]:
         yield
         return
     address = cluster_address(config)
-    env: dict[str, Any] = {
-        "runtime_env": {
-            "env_vars": ENVIRONMENT | forwarded(),
-            "worker_process_setup_hook": "ray_trainer.doors.search_folders",
-        },
-        "log_to_driver": False,
-        "logging_level": "ERROR",
-    }
+    env: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    hook = {"worker_process_setup_hook": "ray_trainer.doors.search_folders"}
     if address:
         _check_cluster(address)
-        ray.init(address=address, **env)
+        ray.init(address=address, runtime_env={"env_vars": ENVIRONMENT | forwarded(), **hook}, **env)
         try:
             yield
         finally:
@@ -190,20 +206,22 @@ def ray_session(config: RayConfig) -> Iterator[None]:
     place = Path("/tmp" if sys.platform != "win32" else tempfile.gettempdir())
     _sweep(place)
     folder = Path(tempfile.mkdtemp(prefix=f"drl-{os.getpid()}-", dir=place))
-    with _token_in_memory():
+    with _kept(folder), _own_environment(folder):
         try:
             ray.init(
                 address="local",  # whatever RAY_ADDRESS says
                 num_cpus=config.num_cpus or max(available_cpus(), 2),
                 include_dashboard=False,
                 object_store_memory=config.object_store_mb * 2**20,
-                _temp_dir=str(folder),
+                # Ray opens its folder to every user, and writes variables of a runtime_env into its logs: the outer one is closed,
+                # and the processes inherit what they need.
+                _temp_dir=str(folder / "ray"),
+                runtime_env=hook,
                 **env,
             )
             yield
         finally:
             ray.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sweep(place: Path) -> None:

@@ -1,0 +1,6 @@
+"""What the fault tests share: the harness, by name."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
