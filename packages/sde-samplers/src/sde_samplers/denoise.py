@@ -108,12 +108,15 @@ def rollout(
                 raise non_finite("rollout", k, sample=x, velocity=velocity)
         else:
             t, u, drawn = sigmas[k], sigmas[k + 1], bool(active.any())
+            z = None
+            if drawn and has_density:  # a sample outside its window must not consume from its stream
+                z = draw_noise(x, generators, active) if step_noise is None else step_noise[k].to(x)
             inside = _mixed(kind, t, u, noise_level, schedule.sigma_cap, None if shared else active) if drawn else None
             step = take_step(
                 x,
                 velocity,
                 inside or step_coefficients("ode", t, u, 0.0),
-                noise=_noise_for(k, x, active, generators, step_noise) if drawn and has_density else None,
+                noise=z,
                 prev_sample=None,
                 form=form if drawn and has_density else None,
                 fused=fused,
@@ -217,22 +220,6 @@ def _mixed(kind: Kind, t: float, u: float, noise_level: float, cap: float, activ
             for a, b in zip(inside, outside, strict=True)
         )
     )
-
-
-def _noise_for(k: int, x: Tensor, active: Tensor, generators: Generators, step_noise: Tensor | None) -> Tensor:
-    if step_noise is not None:
-        return step_noise[k].to(device=x.device, dtype=torch.float32)
-    if bool(active.all()) or generators is None or isinstance(generators, torch.Generator):
-        return draw_noise(x, generators)
-    if len(generators) != x.shape[0]:
-        raise SamplerError(
-            f"{len(generators)} generators for a batch of {x.shape[0]} samples; pass exactly one per sample"
-        )
-    # A sample outside its window must not consume from its stream.
-    noise = torch.zeros_like(x)
-    for row in active.nonzero().flatten().tolist():
-        noise[row] = draw_noise(x[row : row + 1], [generators[row]])[0]
-    return noise
 
 
 def _raise_first_bad(flags: Tensor) -> None:

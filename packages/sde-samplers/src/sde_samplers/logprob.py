@@ -12,6 +12,7 @@ A sample whose S is 0 (or below `LEAST_NOISE`) has no density; under the first t
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -28,12 +29,11 @@ LEAST_NOISE = 2.0**-126
 def check_form(form: str | None, kind: Kind) -> LogProbForm:
     """The form to use: the kind's default for None."""
     form = find_kind(kind).log_prob_form if form is None else form
-    for known in LOG_PROB_FORMS:
-        if form == known:
-            return known
-    raise SamplerError(
-        f"log_prob_form={form!r} is unknown; choose one of {', '.join(LOG_PROB_FORMS)}, or None for the kind's own"
-    )
+    if form not in LOG_PROB_FORMS:
+        raise SamplerError(
+            f"log_prob_form={form!r} is unknown; choose one of {', '.join(LOG_PROB_FORMS)}, or None for the kind's own"
+        )
+    return cast(LogProbForm, form)
 
 
 def log_prob_terms(std: Scalar, elements: int, form: LogProbForm) -> tuple[Scalar, Scalar]:

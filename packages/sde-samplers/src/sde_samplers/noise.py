@@ -41,15 +41,17 @@ def initial_noise(
     """Standard normal [B, *shape] fp32, row b from `generators[b]`, moved to `device` after drawing."""
     if isinstance(generators, torch.Generator) or len(generators) == 0:
         raise SamplerError(f"generators={generators!r}: pass a sequence with one torch.Generator per sample")
-    return _stack([_draw(tuple(shape), g) for g in generators], device)
+    drawn = torch.stack([_draw(tuple(shape), g) for g in generators])
+    return drawn if device is None else drawn.to(device)
 
 
-def draw_noise(like: Tensor, generators: Generators) -> Tensor:
+def draw_noise(like: Tensor, generators: Generators, rows: Tensor | None = None) -> Tensor:
     """Standard normal fp32 of the shape and device of `like` [B, ...].
 
     Args:
         generators: one per sample (row b from `generators[b]`); a single one (one draw for the whole batch, as `torch.randn`
             does); or None for torch's default generator of the device, which is not reproducible per sample.
+        rows: [B] bool, whose noise is wanted where each sample has a generator: the others' are not drawn from.
     """
     if generators is None:
         return torch.randn(like.shape, dtype=torch.float32, device=like.device)
@@ -59,13 +61,13 @@ def draw_noise(like: Tensor, generators: Generators) -> Tensor:
         raise SamplerError(
             f"{len(generators)} generators for a batch of {like.shape[0]} samples; pass exactly one per sample"
         )
-    return _stack([_draw(tuple(like.shape[1:]), g) for g in generators], like.device)
+    wanted = [True] * len(generators) if rows is None else rows.tolist()
+    shape = tuple(like.shape[1:])
+    drawn = [
+        _draw(shape, g) if on else torch.zeros(shape, device=g.device) for g, on in zip(generators, wanted, strict=True)
+    ]
+    return torch.stack(drawn).to(like.device)
 
 
 def _draw(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, dtype=torch.float32, device=generator.device, generator=generator)
-
-
-def _stack(rows: list[Tensor], device: torch.device | str | None) -> Tensor:
-    stacked = torch.stack(rows)
-    return stacked if device is None else stacked.to(device)

@@ -154,7 +154,7 @@ def check_tensors(sample: Tensor, velocity: Tensor, *others: Tensor | None) -> N
         raise SamplerError(
             f"sample must be a tensor [B, ...] with at least one latent dim and one element, got {given}"
         )
-    for name, tensor in zip(("velocity", "noise", "prev_sample"), (velocity, *others), strict=False):
+    for name, tensor in zip(("sample", "velocity", "noise", "prev_sample"), (sample, velocity, *others), strict=False):
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor) or tensor.shape != sample.shape:
@@ -162,8 +162,7 @@ def check_tensors(sample: Tensor, velocity: Tensor, *others: Tensor | None) -> N
             raise SamplerError(f"{name} has shape {given}, sample has {list(sample.shape)}; they must be equal")
         if tensor.device != sample.device:
             raise SamplerError(f"{name} is on {tensor.device}, sample on {sample.device}; move them to one device")
-    for name, tensor in zip(("sample", "velocity", "noise", "prev_sample"), (sample, velocity, *others), strict=False):
-        if tensor is not None and not tensor.is_floating_point():
+        if not tensor.is_floating_point():
             raise SamplerError(f"{name} has dtype {tensor.dtype}; pass a real floating dtype (fp32, bf16, fp16, fp64)")
 
 

@@ -6,14 +6,12 @@ gives the sigmas here; and since the expert of a step is chosen by its timestep,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import diffusers
 import torch
+from model_specs import WanSpec
 from sde_samplers import from_diffusers
 from torch import Tensor
 from vllm_omni.diffusion.models.wan2_2.pipeline_wan2_2 import Wan22Pipeline
@@ -25,14 +23,12 @@ class _FolderScheduler:
     """The sigma grid of a pipeline folder; steps are the rollout's, or plain Euler for people's requests.
 
     Args:
-        folder: of the scheduler.
+        spec: of the folder.
         thin: takes out of the tables what the rollout at hand does not step over.
     """
 
-    def __init__(self, folder: Path, thin: Callable[[Any], None]) -> None:
-        name = json.loads((folder / "scheduler_config.json").read_text())["_class_name"]
-        self._source = getattr(diffusers, name).from_pretrained(folder)
-        self._whole = "Multistep" in name
+    def __init__(self, spec: WanSpec, thin: Callable[[Any], None]) -> None:
+        self._source, self.timesteps_at = spec.load_scheduler(str(spec.folder)), spec.timesteps_at
         self.config = SimpleNamespace(num_train_timesteps=1000)
         self.sigmas = self.timesteps = torch.empty(0)
         self._thin = thin
@@ -41,12 +37,6 @@ class _FolderScheduler:
         self.sigmas = from_diffusers(self._source, num_steps).sigmas
         self.timesteps = self.timesteps_at(self.sigmas[:-1]).to(device)
         self._thin(self)
-
-    def timesteps_at(self, sigmas: Tensor) -> Tensor:
-        """On a scale of 1000; whole numbers under diffusers' multistep solvers, which move sigma = 1 down by 1e-6."""
-        if not self._whole:
-            return sigmas.float() * 1000.0
-        return (sigmas.double().clamp(max=1.0 - 1e-6) * 1000.0).floor().float()
 
     def step(self, model_output: Tensor, timestep: Any, sample: Tensor, return_dict: bool = True, **kwargs: Any) -> Any:
         k = int((self.timesteps.cpu() - float(timestep)).abs().argmin())
@@ -58,11 +48,11 @@ class WanRolloutPipeline(RolloutMixin, Wan22Pipeline):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.scheduler = _FolderScheduler(Path(self.od_config.model) / "scheduler", self.thin)
+        self.scheduler = _FolderScheduler(WanSpec(self.od_config.model), self.thin)
         self._sample_solver = "euler"  # what the engine thinks it runs; another name would make it build its own again
 
     def timesteps_at(self, sigmas: Tensor) -> Tensor:
-        """As the folder's scheduler has them, and so as the trainer asks."""
+        """As the trainer asks."""
         return self.scheduler.timesteps_at(sigmas)
 
     def encode_prompt(

@@ -55,7 +55,7 @@ def _transformer_of(config: Any) -> Iterator[None]:
         engine.ZImageTransformer2DModel = ZImageTransformer2DModel
 
 
-class _AskingScheduler(FlowMatchEulerDiscreteScheduler):
+class _RolloutScheduler(FlowMatchEulerDiscreteScheduler):
     """Steps as the rollout says, and over the table that it says, while there is one."""
 
     rollout: Any = None
@@ -72,7 +72,7 @@ class _AskingScheduler(FlowMatchEulerDiscreteScheduler):
         return (self.rollout.scheduler_step_maybe_with_cfg(model_output, timestep, sample, False),)
 
 
-class _OneForAll(DiffusionRequestBatch):
+class _UniformBatch(DiffusionRequestBatch):
     """A batch whose requests have the same sampling parameters, apart from what the rollout keeps to itself."""
 
     @property
@@ -90,7 +90,7 @@ class ZImageRolloutPipeline(RolloutMixin, ZImagePipeline):
     def __init__(self, **kwargs: Any) -> None:
         with _transformer_of(kwargs["od_config"].tf_model_config):
             super().__init__(**kwargs)
-        self.scheduler = _AskingScheduler.from_config(self.scheduler.config)
+        self.scheduler = _RolloutScheduler.from_config(self.scheduler.config)
         object.__setattr__(self.scheduler, "rollout", self)
 
     def run_batch(self, req: Any, *args: Any, **kwargs: Any) -> list[Any]:
@@ -98,7 +98,7 @@ class ZImageRolloutPipeline(RolloutMixin, ZImagePipeline):
         if self._batch is not None:  # the engine's own grid before shifting is not diffusers' any more
             params = req.requests[0].sampling_params
             params.sigmas = torch.linspace(1.0, 1 / params.num_inference_steps, params.num_inference_steps).tolist()
-        output = super().run_batch(_OneForAll(req.requests), *args, **kwargs)
+        output = super().run_batch(_UniformBatch(req.requests), *args, **kwargs)
         return split_diffusion_output_by_request(output, req, num_outputs_per_prompt=1)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
