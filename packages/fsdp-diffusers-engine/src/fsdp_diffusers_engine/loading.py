@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from lora_sync.layers import base_name, local, local_slices
+from model_specs.folders import empty_diffusers, load_diffusers
 from sde_samplers import seed_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -125,44 +126,23 @@ def build(
     Returns the module and, when it still lies on the meta device, the source of its weights; then `materialise`
     has to follow once adapters are in and the module is sharded.
     """
-    import diffusers
-
-    transformer_class = getattr(diffusers, spec.transformer_class)
+    name = spec.transformer_class
     if config.transformer_config is not None:
-        empty = _on_meta(transformer_class, dict(config.transformer_config), dtype)
-        return empty, RandomSource(config.lora_seed, device)
-    alone = None if config.transformer_subfolder is None else Path(config.path) / config.transformer_subfolder
+        return empty_diffusers(name, dict(config.transformer_config), dtype), RandomSource(config.lora_seed, device)
+    path = Path(config.path)
     try:
-        folders = {"": alone} if alone is not None else spec.transformer_folders(config.path)
-        files = FolderSource(folders)
-        if not meta:
-            module: Any = (
-                spec.load_transformer(config.path, dtype, device)
-                if alone is None
-                else transformer_class.from_pretrained(alone, torch_dtype=dtype).to(device)
-            )
-            return module, None
-        if alone is None:
-            return spec.empty_transformer(config.path, dtype), files
-        raw = {k: v for k, v in json.loads((alone / "config.json").read_text()).items() if not k.startswith("_")}
-        return _on_meta(transformer_class, raw, dtype), files
+        if config.transformer_subfolder is None:
+            files = FolderSource(spec.transformer_folders(path))
+            module = spec.empty_transformer(path, dtype) if meta else spec.load_transformer(path, dtype, device)
+        else:
+            alone = path / config.transformer_subfolder
+            files = FolderSource({"": alone})
+            module = empty_diffusers(name, alone, dtype) if meta else load_diffusers(name, alone, dtype, device)
+        return module, files if meta else None
     except EngineError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
-        raise EngineError(f"cannot load {spec.transformer_class} from {config.path!r}: {error}") from error
-
-
-def _on_meta(transformer_class: Any, raw: dict[str, Any], dtype: torch.dtype) -> nn.Module:
-    from accelerate import init_empty_weights
-
-    # Only parameters go to meta: tables that a model computes in its constructor (rotary frequencies) stay real.
-    with init_empty_weights(include_buffers=False):
-        module = transformer_class.from_config(raw)
-    keep = tuple(transformer_class._keep_in_fp32_modules or ())
-    for name, parameter in module.named_parameters():
-        if parameter.is_floating_point() and not any(part in name.split(".") for part in keep):
-            parameter.data = parameter.data.to(dtype)
-    return module.eval()
+        raise EngineError(f"cannot load {name} from {config.path!r}: {error}") from error
 
 
 @torch.no_grad()

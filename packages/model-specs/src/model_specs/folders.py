@@ -87,17 +87,17 @@ def load_diffusers(class_name: str, folder: Path, dtype: torch.dtype | None, dev
     return model.to(device).eval()
 
 
-def empty_diffusers(class_name: str, folder: Path, dtype: torch.dtype | None) -> Any:
-    """The same without weights: parameters on the meta device, buffers real."""
+def empty_diffusers(class_name: str, source: Path | dict[str, Any], dtype: torch.dtype | None) -> Any:
+    """The same without weights, from a folder or the content of its config.json: parameters on the meta device, buffers real."""
     import accelerate
     import diffusers
     import torch
 
     kind = getattr(diffusers, class_name)
     with accelerate.init_empty_weights(include_buffers=False):
-        model = kind.from_config(kind.load_config(folder))
-    kept = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
+        model = kind.from_config(source if isinstance(source, dict) else kind.load_config(source))
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in model.named_parameters():
-        if not any(part in name for part in kept):
+        if parameter.is_floating_point() and not kept.intersection(name.split(".")):
             parameter.data = parameter.data.to(dtype or torch.float32)
     return model.eval()
