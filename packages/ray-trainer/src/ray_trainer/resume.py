@@ -65,12 +65,13 @@ def _fingerprint(prompts: Sequence[Prompt]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """A config's tree by dotted keys."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     if prefix and not tree:
         return {}
-    return {k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}.{key}".lstrip(".")).items()}
+    return {k: v for key, value in tree.items() for k, v in flat(value, f"{prefix}.{key}".lstrip(".")).items()}
 
 
 def _hashes(file: Path) -> dict[str, Any]:
@@ -111,8 +112,8 @@ def differences(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]]) -> l
             f"{folder / 'config.yaml'} is not one that a run wrote, so what the run began with is unknown; put it back, or choose "
             "another trainer.run_dir"
         )
-    old = _flat(free(written, "config.yaml", "the run folder"))
-    new, defaults = _flat(to_tree(config)), _flat(to_tree(RunConfig()))
+    old = flat(free(written, "config.yaml", "the run folder"))
+    new, defaults = flat(to_tree(config)), flat(to_tree(RunConfig()))
     # A key that the older version of the program lacked counts as its default; one that the newer lacks, as unchanged.
     before = {key: old.get(key, defaults.get(key)) for key in {*old, *new}}
     after = {key: new.get(key, None if within(key, _OPTIONS) else before[key]) for key in before}

@@ -22,7 +22,7 @@ from .values import read_yaml, section
 _STEP = r"\.?step_\d+(\.\w+)?"
 _OURS = re.compile(
     r"config\.yaml|(metrics|changes)\.jsonl(\.tmp)?|report\.html(\.tmp)?|(environment|inputs)\.json"
-    rf"|samples/{_STEP}/(grid\.png|index\.json|full/\d+\.png)"
+    rf"|samples/{_STEP}/(grid\.png|index\.json|full/\d+\.(png|mp4))"
     rf"|checkpoints/(latest\.(json|tmp)|{_STEP}/([\w.-]+/)*[\w.-]+\.(safetensors|json|metadata|distcp|tmp))"
     r"|lora/(transformer_2/)?\.?pytorch_lora_weights\.safetensors(\.\d+\.tmp)?"
     r"|failures/step_\d+/[\w.-]+\.(txt|json|safetensors)"

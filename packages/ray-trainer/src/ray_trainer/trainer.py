@@ -33,7 +33,6 @@ from run_report import (
     save_validation,
     summarize,
     truncate_validations,
-    write_report,
 )
 from tensordict import TensorDict
 
@@ -45,6 +44,7 @@ from .group import WorkerGroup
 from .interrupt import StopRequest
 from .pictures import fetched
 from .prompts import Prompt, PromptSampler, load_prompt_sets
+from .report import rebuild
 from .rollouts import Rollouts, open_sampler
 from .run_dir import open_run_dir
 from .step_metrics import Clock, Metrics, forwards_per_sample
@@ -145,7 +145,7 @@ class RayDiffusionTrainer(ABC):
                 late = self._late(step_s=time.monotonic() - began)
                 if (stop.requested or late) and done < loop.total_steps:
                     self._save(done)
-                    write_report(self.run.path)
+                    rebuild(self.run.path)
                     told = (
                         f"stopped after step {done} of {loop.total_steps}; go on with trainer.run_dir={self.run.path} "
                         "trainer.on_existing=resume"
@@ -374,7 +374,7 @@ class RayDiffusionTrainer(ABC):
         exported = (
             self.workers.call(Worker.export_lora, str(self.run.lora))[0] if self.config.model.lora_rank > 0 else None
         )
-        report = write_report(self.run.path)
+        report = rebuild(self.run.path)
         for line in self.summary():
             self.echo(line)
         if exported:

@@ -4,6 +4,7 @@
         grid.png      a row per prompt, a column per seed, no gaps: tile (r, c) starts at (c·width, r·height)
         index.json    prompt, seed, uid, reward and components of every tile, and where it lies
         full/0000.png whole pictures, only when they are larger than a tile
+        full/0000.mp4 videos that play, where PyAV is installed (the extra `video`)
 
 Shapes: N samples, T frames, C H W picture. A video's tile is its first, middle and last frame side by side.
 """
@@ -17,6 +18,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ import numpy as np
 from PIL import Image
 
 from .errors import ReportError
+from .video import write_video
 
 FOLDER = "samples"
 MAX_TILE = 256  # longest side of a tile in pixels; larger pictures are scaled down in the grid and kept whole in full/
@@ -79,6 +82,11 @@ class Validation:
         """The prompt of each row."""
         return {record.row: record.prompt for record in reversed(self.records)}
 
+    def video(self, record: SampleRecord) -> Path | None:
+        """The file that plays, of a video."""
+        file = self.folder / "full" / f"{self.records.index(record):04d}.mp4"
+        return file if self.frames > 1 and file.is_file() else None
+
     def picture(self, row: int, column: int) -> Image.Image:
         width, height = self.tile
         return self.grid.crop((column * width, row * height, (column + 1) * width, (row + 1) * height))
@@ -120,6 +128,10 @@ def save_validation(
             picture.save(work / "full" / f"{number:04d}.png")
             picture = picture.resize((tile_w, tile_h), Image.Resampling.LANCZOS)
         grid.paste(picture, (record.column * tile_w, record.row * tile_h))
+    if images.ndim == 5 and find_spec("av") is not None:
+        (work / "full").mkdir(exist_ok=True)
+        for number, frames_of in enumerate(images):
+            write_video(work / "full" / f"{number:04d}.mp4", frames_of)
     grid.save(work / "grid.png", optimize=True)
     index = {
         "step": int(step),

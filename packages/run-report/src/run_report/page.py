@@ -16,7 +16,9 @@ from .changes import comparable, load_changes
 from .charts import all_metrics, curves, step_seconds
 from .environment import load_environment
 from .errors import ReportError
+from .faults import record
 from .gallery import Validation, load_validations
+from .highlights import highlights
 from .metrics import read_metrics
 from .pictures import before_after, over_time, prompt_rows, tone
 from .render import duration, render
@@ -27,12 +29,20 @@ _CHANGED = (
     "The run went on by another config; a dashed line in each curve marks the step. Validations are compared only with those "
     "that measure the same: pictures and numbers below are of the last stretch."
 )
+_SAMPLES = (
+    "One sample of a prompt each, of the last validation. Its advantage is how far its reward lies above the mean of its prompt's "
+    "samples, in their standard deviations."
+)
 _NUMBERS = "Means over the held-out pictures, errors over prompts; the difference is paired, prompt by prompt."
 _PROMPTS = "Means over the samples of each prompt, before → after. Sort by a column's change through its head."
 
 
-def write_report(run_dir: str | os.PathLike[str]) -> Path:
+def write_report(run_dir: str | os.PathLike[str], recipe: Sequence[tuple[str, Any, Any]] = ()) -> Path:
     """Write `run_dir/report.html` from what the run has left so far; returns its path.
+
+    Args:
+        run_dir: of the run.
+        recipe: what its config has otherwise than its recipe: (key, the recipe's value, the run's).
 
     Raises:
         ReportError: the folder does not exist, or holds a broken metrics.jsonl or validation.
@@ -42,12 +52,12 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         raise ReportError(f"{str(run)!r} is not a folder; give the folder of a run")
     target = run / FILE_NAME
     draft = target.with_suffix(".html.tmp")
-    draft.write_text(page(run), encoding="utf-8")
+    draft.write_text(page(run, recipe), encoding="utf-8")
     os.replace(draft, target)
     return target
 
 
-def page(run: Path) -> str:
+def page(run: Path, recipe: Sequence[tuple[str, Any, Any]] = ()) -> str:
     """The page as a string. A section is shown where there is something to show; its id names its macro in sections.html."""
     rows = read_metrics(run)
     changed = load_changes(run)
@@ -65,6 +75,8 @@ def page(run: Path) -> str:
             order = {"strict": 0, "reward": 1}
             moved = sorted(compare(first, last), key=lambda change: order.get(change.name, 2))
             sections.append(("numbers", "What changed", _NUMBERS, moved))
+        if looks := highlights(first, last):
+            sections.append(("samples", "Samples to look at", _SAMPLES, looks))
     if film := over_time(validations):
         sections.append(("film", "Over training", "One seed of six prompts, evenly picked from the list.", film))
     if charts := curves(rows, [change.step for change in changed]):
@@ -73,6 +85,10 @@ def page(run: Path) -> str:
         sections.append(("prompts", "Every prompt", _PROMPTS, prompt_rows(first, last)))
     if everything := all_metrics(rows):
         sections.append(("metrics", "All metrics", "", (len(rows), everything)))
+    if rows:
+        sections.append(("faults", "Receipts and faults", "", record(run, rows)))
+    if recipe:
+        sections.append(("recipe", "Other than the recipe", "", recipe))
     if config.exists():
         sections.append(("config", "Configuration", "", _yaml(config.read_text(encoding="utf-8"))))
     sections.append(("environment", "Environment", "", load_environment(run)))

@@ -59,8 +59,8 @@ def before_after(before: Validation, after: Validation) -> Gallery | None:
     if not chosen:
         return None
     columns = min(before.columns, after.columns, MAX_COLUMNS if before.tile[0] <= 1.5 * before.tile[1] else 3)
-    left = _strips("a", [[(before, row, c) for c in range(columns)] for row in chosen], SHEET_BUDGET)
-    right = _strips("b", [[(after, pairs[row], c) for c in range(columns)] for row in chosen], SHEET_BUDGET)
+    left = strips("a", [[(before, row, c) for c in range(columns)] for row in chosen], SHEET_BUDGET)
+    right = strips("b", [[(after, pairs[row], c) for c in range(columns)] for row in chosen], SHEET_BUDGET)
     prompts = [(before.prompts[row], _tally(before, row), _tally(after, pairs[row])) for row in chosen]
     return Gallery(before, after, (left, right), prompts, set(evenly(list(range(len(chosen))), OPEN_ROWS)))
 
@@ -76,7 +76,7 @@ def over_time(validations: Sequence[Validation]) -> Film | None:
         return None
     cells = [[(v, pairs[row], 0) for v, pairs in zip(shown, maps, strict=True)] for row in rows]
     prompts = [validations[0].prompts[row] for row in rows]
-    return Film([v.step for v in shown], prompts, _strips("f", cells, FILM_BUDGET))
+    return Film([v.step for v in shown], prompts, strips("f", cells, FILM_BUDGET))
 
 
 def prompt_rows(
@@ -104,7 +104,8 @@ def tone(name: str, change: float) -> str:
     return "up" if gain > 1e-9 else "down" if gain < -1e-9 else "same"
 
 
-def _strips(name: str, cells: list[list[tuple[Validation, int, int]]], budget: int) -> Strips:
+def strips(name: str, cells: list[list[tuple[Validation, int, int]]], budget: int) -> Strips:
+    """Tiles, each a validation with its row and column there, as one image of at most `budget` encoded bytes."""
     columns = len(cells[0])
     image = sheet([v.picture(row, column) for line in cells for v, row, column in line], columns)
     rows: list[list[tuple[SampleRecord | None, str]]] = []

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "doctor": "check machine, model, prompts, reward and config: ok, warn or fail, with remedies; exit code 0, 1 or 2",
     "plan": "memory per GPU, seconds of each phase, images/s and dollars of a run that has not begun; what would not fit",
+    "report": "write RUN/report.html again from its files, during a run or after",
 }
 """Name of each and what it does, in a line."""
 
