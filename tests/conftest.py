@@ -134,6 +134,8 @@ def finished_run(tmp_path_factory, worker_id):
 class Here:
     """An actor of this process: its methods run where they are called."""
 
+    _actor_id = b"here"
+
     def __init__(self, actor):
         self._actor = actor
 
@@ -179,7 +181,10 @@ class Rewards:
 
 @pytest.fixture
 def one_process(monkeypatch):
-    """The program without Ray: one worker, and rewards that are numbers, the sample's place among those of its prompt."""
+    """The program without Ray: one worker, and rewards that are numbers, the sample's place among those of its prompt.
+
+    Gives the classes that play its parts.
+    """
     import ray_trainer.scoring
     import ray_trainer.trainer as loop
     import torch
@@ -191,7 +196,7 @@ def one_process(monkeypatch):
         made = WorkerGroup.__new__(WorkerGroup)
         made.config, made._ray, made.gang = config, Ray(), SimpleNamespace(release=lambda: None)
         made.workers = [Remote(Here(Worker(config)), "worker-0")]
-        made.placement = SimpleNamespace(lines=[])
+        made.placement = SimpleNamespace(lines=[], sharding="replicate")
         made.call(Worker.init_model)
         return made
 
@@ -201,3 +206,4 @@ def one_process(monkeypatch):
         loop, "fetched", lambda pictures: torch.stack([torch.from_numpy(p.reference.value[p.row]) for p in pictures])
     )
     monkeypatch.setattr(ray_trainer.scoring, "RewardLoopManager", Rewards)
+    return SimpleNamespace(Here=Here, Answer=Answer, Rewards=Rewards)

@@ -102,6 +102,7 @@ READERS = {
     "dpo_online.trainer": "algorithm.pair_mode algorithm.pair_margin",
     f"{TRAINER}._fit": "trainer.total_steps trainer.val_before_train",
     f"{TRAINER}._late": "trainer.max_hours",
+    "ray_trainer.ahead:Ahead": "trainer.staleness",
     f"{TRAINER}._step": "trainer.val_every trainer.save_every",
     f"{TRAINER}._save": "trainer.keep_checkpoints",
     f"{TRAINER}._open": "trainer.run_dir trainer.on_existing",

@@ -9,8 +9,8 @@ Shapes: B sample; the keys of a batch are those of `samples`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from .config import DiffusionRolloutConfig
 from .loop_base import Client, DiffusionAgentLoop, Reward, Score
@@ -54,8 +54,12 @@ class DiffusionAgentLoopWorker:
         Raises:
             RolloutError: a sample could not be drawn; the others are cancelled, none is dropped in silence.
         """
+        return await (await self.draw(requests)).scored()
+
+    async def draw(self, requests: Sequence[GenerationRequest]) -> Drawn:
+        """`generate_sequences` in two parts: this returns when all is drawn, `Drawn.scored` when all is scored too."""
         chunks: list[Chunk] = []
-        scoring: list[asyncio.Future[Sequence[Score]]] = []  # of each chunk
+        scoring: list[Scoring] = []  # of each chunk
         try:
             async for places, samples in self.loop.run(requests):
                 chunks.append((places, samples))
@@ -65,25 +69,61 @@ class DiffusionAgentLoopWorker:
                 for task in scoring:
                     if task.done():
                         task.result()  # a reward that failed ends the drawing too
-            scores = await asyncio.gather(*scoring)
         except BaseException:
-            for task in scoring:
-                task.cancel()
-            await asyncio.gather(*scoring, return_exceptions=True)
+            await cancel(scoring)
             raise
         batch = in_order(chunks)
-        _describe(batch, requests)
-        if self.reward is not None:
+        describe(batch, requests)
+        return Drawn(batch, [places for places, _ in chunks], scoring)
+
+
+Scoring = asyncio.Future[Sequence[Score]]
+
+
+class Drawn:
+    """Samples whose scores may still be on their way.
+
+    Args:
+        batch: the samples.
+        places: rows of each chunk in which the scores come.
+        scoring: a task for each chunk; none where the samples are scored already, or shall not be.
+    """
+
+    def __init__(self, batch: TensorDict, places: Sequence[list[int]] = (), scoring: Sequence[Scoring] = ()) -> None:
+        self.batch, self._places, self._scoring = batch, places, scoring
+
+    async def scored(self) -> TensorDict:
+        """The batch with its scores, once all are there. Raises what a reward raised; the others are cancelled."""
+        if self._scoring:
+            try:
+                scores = await asyncio.gather(*self._scoring)
+            except BaseException:
+                await self.cancel()
+                raise
             found = {
                 place: one
-                for (places, _), part in zip(chunks, scores, strict=True)
+                for places, part in zip(self._places, scores, strict=True)
                 for place, one in zip(places, part, strict=True)
             }
-            _add_scores(batch, [found[place] for place in range(len(requests))])
-        return batch
+            _add_scores(self.batch, [found[place] for place in range(len(self.batch))])
+            self._scoring = ()
+        return self.batch
+
+    async def cancel(self) -> None:
+        """Nobody wants the scores any more."""
+        await cancel(self._scoring)
 
 
-def _describe(batch: TensorDict, requests: Sequence[GenerationRequest]) -> None:
+async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait until they have ended, however they end."""
+    ended = list(tasks)
+    for task in ended:
+        task.cancel()
+    await asyncio.gather(*ended, return_exceptions=True)
+
+
+def describe(batch: TensorDict, requests: Sequence[GenerationRequest]) -> None:
+    """Put what the requests of the rows say into a batch: seed, index, uid, prompt, metadata and settings."""
     import torch
 
     batch["seed"] = torch.tensor([request.seed for request in requests])

@@ -170,6 +170,8 @@ class LoopConfig:
     max_hours: Annotated[float, Interval(ge=0, le=1e5)] = 0.0
     """The run ends with a checkpoint, and can be resumed, before a step that would end later than this many hours after the start,
     if it took as long as the step before; 0 is no limit."""
+    staleness: Literal[0, 1] = 0
+    """1: the samples of step n + 1 are drawn and scored while step n is trained, by the policy from before that update."""
     val_before_train: bool = True
     val_every: CountOrZero = 50
     save_every: CountOrZero = 20

@@ -79,12 +79,12 @@ def _plain(value: torch.Tensor) -> torch.Tensor | None:
     return value.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
-def write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+def write_tensors(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
     """A safetensors file, or none."""
     from safetensors.torch import save_file
 
     try:
-        save_file(tensors, file)
+        save_file(tensors, file, metadata)
     except BaseException:
         file.unlink(missing_ok=True)  # half a file cannot be read
         raise

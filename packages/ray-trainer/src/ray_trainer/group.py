@@ -35,6 +35,10 @@ CPUS = 0.5
 """That Ray sets aside for a training process."""
 
 
+def _rows_file(folder: Path, rank: int) -> Path:
+    return folder / f"rows_rank{rank}.safetensors"
+
+
 class WorkerGroup:
     """All training processes of a run, as one.
 
@@ -138,8 +142,29 @@ class WorkerGroup:
 
     async def keep(self, rank: int, rows: Any) -> list[int]:
         """Give a rank `omni_rollout.samples.Rows`, or what a reference to them stands for; their slots there."""
-        answers = [worker.call(Worker.keep, rows) for worker in self.of_rank(rank)]
+        # Aside, for the rows of the next step come while this one is trained.
+        answers = [worker.aside(Worker.keep, rows) for worker in self.of_rank(rank)]
         return (await asyncio.gather(*answers))[0]
+
+    def retain(self, batch: TensorDict) -> None:
+        """Forget the rows of other batches; those of this whole one get new slots, which `batch` then holds."""
+        self.each(Worker.retain, batch)
+        for rank in range(self.ranks):
+            mine = batch["owner"] == rank
+            batch["slot"][mine] = torch.arange(int(mine.sum()))
+
+    def save_rows(self, batch: TensorDict, folder: Path) -> None:
+        """Let each rank write its rows of a batch into a folder."""
+        calls = []
+        for rank in range(self.ranks):
+            slots = batch["slot"][batch["owner"] == rank].tolist()
+            calls.append(self.of_rank(rank)[0].submit(Worker.save_rows, str(_rows_file(folder, rank)), slots))
+        self._ray.get(calls)
+
+    def load_rows(self, folder: Path) -> None:
+        """The rows of a folder that `save_rows` of as many ranks wrote, in the place of all others, in slots from 0 on."""
+        files = [str(_rows_file(folder, rank)) for rank in range(self.ranks) for _ in self.of_rank(rank)]
+        self._ray.get([w.submit(Worker.load_rows, file) for w, file in zip(self.workers, files, strict=True)])
 
     async def final_latents(self, batch: TensorDict) -> torch.Tensor:
         """[b, …] of rows that are kept: for agent loops, which then send them on."""

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from image_rewards.loop import Stored
 from lora_sync import verify
-from omni_rollout.agent_loop import DiffusionAgentLoopWorker
+from omni_rollout.agent_loop import DiffusionAgentLoopWorker, Drawn
 from omni_rollout.config import DiffusionPipelineConfig
 from omni_rollout.fleet import Fleet
 from omni_rollout.samples import Chunk, column
@@ -109,6 +109,10 @@ class Rollouts:
         requests = requests_of(self.config, rows, n, step=step, validate=validate)
         return await self.agent_loop.generate_sequences(requests)
 
+    async def draw(self, rows: list[tuple[str, Prompt]], n: int, *, step: int) -> Drawn:
+        """`sample` for training, in two parts: this returns when all is drawn, `Drawn.scored` when all is scored too."""
+        return await self.agent_loop.draw(requests_of(self.config, rows, n, step=step, validate=False))
+
     def score_metrics(self, batch: TensorDict) -> dict[str, float]:
         """`reward/mean`, `reward/std`, `reward/failed` and the mean of every component, over the samples that have a score."""
         scores = batch["rm_scores"][:, 0]
@@ -138,6 +142,9 @@ class Rollouts:
 
 class Sampler(Protocol):
     """Where samples come from."""
+
+    beside: bool
+    """Whether it can draw while the workers train; else they take turns."""
 
     def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
         """Draw all of them; see `omni_rollout.loop_base.Client`."""
@@ -183,6 +190,8 @@ def chunk(facts: Mapping[str, np.ndarray], pictures: Any, owners: Sequence[int])
 
 class HybridSampler:
     """The training processes sample with their own weights."""
+
+    beside = False
 
     def __init__(self, config: RunConfig, workers: WorkerGroup):
         self.config, self.workers = config, workers
@@ -239,7 +248,7 @@ class FleetSampler:
 
     def __init__(self, config: RunConfig, workers: WorkerGroup, fleet: Fleet, shares_gpu: bool):
         self.config, self.workers, self.fleet = config, workers, fleet
-        self._version = -1
+        self._version, self.beside = -1, not shares_gpu
         self._sleeps = (
             shares_gpu and config.rollout.backend == "vllm_omni" and config.rollout.vllm_omni.enable_sleep_mode
         )

@@ -5,12 +5,16 @@ Whoever trains a sample keeps it; the driver knows each by its number (`slot`) h
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from omni_rollout.samples import PROMPTS, PromptKey, Rows, column
+from sde_samplers import SamplerSettings
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -29,6 +33,7 @@ class Store:
 
     def __init__(self, names: Sequence[str]):
         self.names = tuple(names)
+        self._lock = threading.Lock()  # rows come from replicas while others move from worker to worker
         self.clear()
 
     def clear(self) -> None:
@@ -40,14 +45,20 @@ class Store:
 
     def keep(self, rows: Rows, copies: bool = False) -> list[int]:
         """Take rows; their slots. Copies are rows that another process keeps as well, and writes."""
-        slots = list(range(len(self._rows), len(self._rows) + len(rows.keys)))
         tensors = {name: rows.tensors[name] for name in (*self.names, *_SCORES) if name in rows.tensors}
-        self._rows += [{name: value[place] for name, value in tensors.items()} for place in range(len(slots))]
-        self._facts += zip(rows.keys, rows.settings, strict=True)
-        for key, prompt in rows.prompts.items():
-            self._prompts.setdefault(key, prompt)
-        self._copies |= set(slots) if copies else set()
+        with self._lock:
+            slots = list(range(len(self._rows), len(self._rows) + len(rows.keys)))
+            for key, prompt in rows.prompts.items():
+                self._prompts.setdefault(key, prompt)
+            self._facts += zip(rows.keys, rows.settings, strict=True)
+            self._copies |= set(slots) if copies else set()
+            self._rows += [{name: value[place] for name, value in tensors.items()} for place in range(len(slots))]
         return slots
+
+    def retain(self, slots: Sequence[int]) -> None:
+        """Forget all rows but these, whose slots are 0, 1, … from now on, in this order."""
+        self._rows, self._facts = [self._rows[slot] for slot in slots], [self._facts[slot] for slot in slots]
+        self._prompts, self._copies = {key: self._prompts[key] for key, _ in self._facts}, set()
 
     def put(self, slots: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
         """Keep more about rows: [b, …] each, in the order of the slots."""
@@ -78,6 +89,31 @@ class Store:
         if tensors:
             write_tensors(file, tensors)
 
+    def save(self, file: Path, slots: Sequence[int]) -> None:
+        """Some rows as a safetensors file, from which `load` makes the same rows in the slots 0, 1, …"""
+        facts = [self._facts[slot] for slot in slots]
+        prompts = list(dict.fromkeys(key for key, _ in facts))
+        every = {f"rows/{place}": self._rows[slot] for place, slot in enumerate(slots)}
+        every |= {f"prompts/{place}": self._prompts[key] for place, key in enumerate(prompts)}
+        tensors = {f"{owner}/{name}": value.clone() for owner, one in every.items() for name, value in one.items()}
+        written = {"prompts": prompts, "rows": [(prompts.index(key), asdict(settings)) for key, settings in facts]}
+        write_tensors(file, tensors, {"facts": json.dumps(written)})
+
+    def load(self, file: Path) -> None:
+        """The rows of a file that `save` wrote, in the place of all others."""
+        from safetensors import safe_open
+
+        with safe_open(file, framework="pt") as stored:
+            facts = json.loads(stored.metadata()["facts"])
+            tensors = {key: stored.get_tensor(key) for key in stored.keys()}
+        keys: list[PromptKey] = [(uid, text, negative) for uid, text, negative in facts["prompts"]]
+        self.clear()
+        self._facts = [(keys[place], _settings(settings)) for place, settings in facts["rows"]]
+        self._rows, self._prompts = [{} for _ in self._facts], {key: {} for key in keys}
+        for path, value in tensors.items():
+            kind, place, name = path.split("/")
+            (self._rows[int(place)] if kind == "rows" else self._prompts[keys[int(place)]])[name] = value
+
     def batch(self, slots: Sequence[int]) -> TensorDict:
         """TensorDict [b] as the engine reads it; a slot may occur more than once."""
         batch = TensorDict(self._tensors(slots), batch_size=[len(slots)])
@@ -97,3 +133,9 @@ class Store:
                     torch.stack(values) if pooled else torch.nn.utils.rnn.pad_sequence(values, batch_first=True)
                 )
         return tensors
+
+
+def _settings(written: Mapping[str, Any]) -> SamplerSettings:
+    """From JSON, which knows no tuples."""
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in written.items()}
+    return SamplerSettings(**values)

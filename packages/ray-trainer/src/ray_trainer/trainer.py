@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from run_report import (
@@ -37,6 +37,7 @@ from run_report import (
 from tensordict import TensorDict
 
 from . import checkpoint, resume, schema
+from .ahead import Ahead, rows_of
 from .config import RunConfig
 from .errors import Interrupted, TrainerError, TrainingFailed
 from .failure import disk_full, first_cause, is_out_of_memory, less_memory, record_failure, words
@@ -49,6 +50,8 @@ from .rollouts import Rollouts, open_sampler
 from .run_dir import open_run_dir
 from .step_metrics import Clock, Metrics, forwards_per_sample
 from .workers import ActorRolloutRefWorker as Worker
+
+R = TypeVar("R")
 
 
 class RayDiffusionTrainer(ABC):
@@ -107,6 +110,9 @@ class RayDiffusionTrainer(ABC):
     phase = "load"
     """What is being done: load, rollout, reward, update, sync, validation, save or report."""
 
+    ahead: Ahead | None = None
+    """Draws each step's samples one step early, with `trainer.staleness=1`."""
+
     def _open(self, stack: ExitStack) -> None:
         loop = self.config.trainer
         # Workers first: what they refuse is refused before anything is written.
@@ -119,6 +125,9 @@ class RayDiffusionTrainer(ABC):
         stack.callback(self._quietly, lambda: self._runner.run(self.sampler.close()))
         self.rollouts = Rollouts(self.config, self.sampler)
         stack.callback(self._quietly, self.rollouts.close)
+        if loop.staleness:
+            self.ahead = ahead = Ahead(self.config, self.rollouts, self.workers, self.prompts, self._note)
+            stack.callback(self._quietly, lambda: self._runner.run(ahead.close()))
         self.changes = resume.differences(self.config, self.inputs)
         self.run = open_run_dir(loop.run_dir, loop.on_existing)
         if not self.run.resuming:
@@ -135,7 +144,8 @@ class RayDiffusionTrainer(ABC):
         loop = self.config.trainer
         self.writer = MetricsWriter(self.run.path)
         done = self._resume()
-        with LiveLine(loop.total_steps, first_step=done) as self.live:
+        with LiveLine(loop.total_steps, first_step=done) as live:
+            self.live = live
             if done == 0 and loop.val_before_train:
                 self._guarded(0, lambda: self._append(0, self._validate(0)))
             while done < loop.total_steps:
@@ -161,6 +171,12 @@ class RayDiffusionTrainer(ABC):
         limit = self.config.trainer.max_hours * 3600
         return bool(limit) and time.monotonic() - self._began + step_s > limit
 
+    live: LiveLine | None = None
+
+    def _note(self, line: str) -> None:
+        """Say something to a person, also while the live line is on the screen."""
+        (self.live.note if self.live else self.echo)(line)
+
     def _resume(self) -> int:
         """Steps already done: 0, or those of the newest checkpoint, whose weights are then in the workers."""
         done = checkpoint.latest(self.run.checkpoints) if self.run.resuming else None
@@ -179,6 +195,8 @@ class RayDiffusionTrainer(ABC):
         save_environment(self.run.path, self.workers.call(Worker.describe)[0])
         # The first sync: no sample is drawn before the sampler has proved that it holds the trainer's weights.
         self.sync(done or 0)
+        if done is not None and self.ahead:
+            self._runner.run(self.ahead.load(checkpoint.step_folder(self.run.checkpoints, done), done))
         return done or 0
 
     def _guarded(self, step: int, work: Callable[[], None]) -> None:
@@ -221,7 +239,7 @@ class RayDiffusionTrainer(ABC):
         if lost:
             traceback.print_exception(error, file=sys.stderr)
         notes = [*lost, f"its state is in {where}"]
-        if step > 0 and self._updated < step:
+        if step > 0 and self._updated < step and checkpoint.latest(self.run.checkpoints) != step - 1:
             try:
                 self._save(step - 1)
             except Exception as second:
@@ -242,11 +260,11 @@ class RayDiffusionTrainer(ABC):
         metrics = self.compute_rm_score(batch)
         self.phase = "update"
         self._runner.run(self.sampler.leave_gpu())
-        data, prepared = self.prepare_update(batch, step)
+        data, prepared = self._while_drawing(partial(self.prepare_update, batch, step))
         clock.lap("time/prepare")
         self._updated = step + 1
-        metrics |= prepared | self.update_actor(data, step) | self.workers.call(Worker.refresh_old_policy, step)[0]
-        metrics |= self.workers.call(Worker.take_forwards)[0]
+        metrics |= prepared | self._while_drawing(partial(self.update_actor, data, step))
+        metrics |= self.workers.call(Worker.refresh_old_policy, step)[0] | self.workers.call(Worker.take_forwards)[0]
         metrics["forwards/per_sample"] = forwards_per_sample(metrics, trained_share=len(data) / len(batch))
         clock.lap("time/update")
         self._warn_about_noise(metrics)
@@ -258,7 +276,7 @@ class RayDiffusionTrainer(ABC):
             clock.lap("time/validate")
         metrics |= clock.laps | {
             "time/step": clock.total(),
-            "perf/images_per_s": len(batch) / clock.laps["time/rollout"],
+            "perf/images_per_s": len(batch) / (clock.total() if self.ahead else clock.laps["time/rollout"]),
             "perf/max_memory_gb": max(self.workers.call(Worker.memory_gb)),
         }
         # The row first: a run killed in between resumes from the checkpoint before and writes the row again.
@@ -272,7 +290,7 @@ class RayDiffusionTrainer(ABC):
         """Say once when rollout and trainer differ by more than the loss's clip: it then cuts noise, not policy."""
         actor, rollout = self.config.actor, self.config.rollout
         loss, noise = actor.diffusion_loss, metrics.get("actor/noise_max", 0.0)
-        if loss.limit is None or noise <= loss.limit or self._warned:
+        if loss.limit is None or noise <= loss.limit or self._warned or metrics.get("rollout/staleness_max"):
             return
         self._warned = True
         micro, scored = actor.ppo_micro_batch_size_per_gpu, actor.log_prob_micro_batch_size_per_gpu
@@ -284,10 +302,16 @@ class RayDiffusionTrainer(ABC):
         if actor.fsdp_config.model_dtype != "fp32" or rollout.dtype != "float32":
             remedies.append("use float32 (actor.fsdp_config.model_dtype=fp32 rollout.dtype=float32)")
         remedies.append(f"raise actor.diffusion_loss.{loss.spec.limit}")
-        self.live.note(
+        self._note(
             f"warning: before the first update the policy seems to be {noise:.2e} away from the one that sampled, more than "
             f"{loss.spec.limit}={loss.limit:g}: {', or '.join(remedies)}"
         )
+
+    def _while_drawing(self, work: Callable[[], R]) -> R:
+        """Do work of the workers; where the next samples are drawn beside it, the event loop goes on meanwhile."""
+        if self.ahead and self.ahead.drawing:
+            return self._runner.run(asyncio.to_thread(work))
+        return work()
 
     def _append(self, step: int, metrics: Metrics) -> None:
         self.writer.append(step, metrics)
@@ -297,6 +321,7 @@ class RayDiffusionTrainer(ABC):
             "val strict": "val/strict_mean",
             "kl": "actor/kl_loss",
         }
+        assert self.live is not None
         self.live.update(step, {name: metrics[key] for name, key in shown.items() if key in metrics})
 
     # ---- the steps of a step ---------------------------------------------------------------------------------------------
@@ -304,9 +329,12 @@ class RayDiffusionTrainer(ABC):
     def generate_sequence(self, prompts: list[Prompt], step: int) -> TensorDict:
         """Prompts [P] to samples [B = P·G], which the workers keep; their rewards are asked for on the way."""
         self._prompts = prompts
+        if self.ahead:
+            self._batch = self._runner.run(self.ahead.take(step))
+            return self._batch
         self.workers.call(Worker.forget)
-        rows = [(f"step{step}/{prompt.uid}", prompt) for prompt in prompts]
-        self._batch = self._runner.run(self.rollouts.sample(rows, self.config.rollout.n, step=step, validate=False))
+        drawn = self.rollouts.sample(rows_of(prompts, step), self.config.rollout.n, step=step, validate=False)
+        self._batch = self._runner.run(drawn)
         return self._batch
 
     def compute_rm_score(self, batch: TensorDict) -> Metrics:
@@ -315,7 +343,7 @@ class RayDiffusionTrainer(ABC):
         metrics = self.rollouts.score_metrics(batch) | self.rollouts.fault_metrics()
         metrics["forwards/rollout"] = float(batch["forwards"].mean())
         metrics["rollout/batch_rows"] = float(batch["batch_rows"].float().mean())
-        return metrics
+        return metrics | (self.ahead.metrics if self.ahead else {})
 
     def compute_advantage(self, batch: TensorDict) -> tuple[TensorDict, Metrics]:
         """`advantages` [B, 1]: the reward of a sample against its own prompt's group, grouped by `uid`.
@@ -339,6 +367,8 @@ class RayDiffusionTrainer(ABC):
     def sync(self, version: int) -> Metrics:
         """The trained adapters to every sampler; a receipt that does not match stops the run."""
         self.phase = "sync"
+        if self.ahead:
+            self._runner.run(self.ahead.drawn())
         return self._runner.run(self.sampler.sync(version))
 
     # ---- validation, checkpoints, end ------------------------------------------------------------------------------------
@@ -366,7 +396,10 @@ class RayDiffusionTrainer(ABC):
 
     def _save(self, step: int) -> None:
         self.phase = "save"
-        self.workers.call(Worker.save_checkpoint, str(checkpoint.step_folder(self.run.checkpoints, step)), step)
+        folder = checkpoint.step_folder(self.run.checkpoints, step)
+        self.workers.call(Worker.save_checkpoint, str(folder), step)
+        if self.ahead:
+            self._runner.run(self.ahead.save(folder, step))
         checkpoint.publish(self.run.checkpoints, step, self.config.trainer.keep_checkpoints)
 
     def _finish(self) -> None:

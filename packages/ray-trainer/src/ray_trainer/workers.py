@@ -145,6 +145,18 @@ class ActorRolloutRefWorker:
         """Drop all rows: the next step begins."""
         self.rows.clear()
 
+    def retain(self, slots: Sequence[int]) -> None:
+        """Drop all rows but these, in slots from 0 on."""
+        self.rows.retain(slots)
+
+    def save_rows(self, file: str, slots: Sequence[int]) -> None:
+        """Write rows that wait for a later step, for `load_rows` of a resumed run."""
+        self.rows.save(Path(file), slots)
+
+    def load_rows(self, file: str) -> None:
+        """The counterpart of `save_rows`."""
+        self.rows.load(Path(file))
+
     def write_rows(self, folder: str) -> None:
         """Write the rows into a file of this rank's, to be looked at after a failure."""
         self.rows.write(Path(folder) / f"rows_rank{self.rank}.safetensors")

@@ -1,0 +1,274 @@
+"""`trainer.staleness=1`: the samples of a step are drawn and scored under the update before it. Programs run in this process."""
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import dpo_online.cli
+import flowgrpo.cli
+import pytest
+import ray_trainer.rollouts
+import ray_trainer.trainer as loop
+import torch
+from omni_rollout.agent_loop import Drawn
+from omni_rollout.diffusers_backend import DiffusersBackend
+from omni_rollout.errors import ReplicaError
+from omni_rollout.router import Router
+from omni_rollout.samples import parted
+from ray_trainer.ahead import Ahead
+from ray_trainer.assets import builtin
+from ray_trainer.cli import run
+from ray_trainer.config import compose
+from ray_trainer.prompts import Prompt, PromptSampler
+from ray_trainer.workers import ActorRolloutRefWorker as Worker
+from tensordict import NonTensorStack, TensorDict
+
+PROGRAMS = {"flowgrpo": flowgrpo.cli.APP, "dpo-online": dpo_online.cli.APP}
+RECIPES = {"flowgrpo": "tiny_flow_grpo", "dpo-online": "tiny_nft"}
+MICRO = [
+    *("trainer.total_steps=4", "trainer.save_every=1", "trainer.val_before_train=false", "trainer.val_every=0"),
+    *("trainer.keep_checkpoints=9", "data.val_max_prompts=1", "rollout.val_kwargs.n=1", "data.prompts_per_step=2"),
+    *("rollout.n=3", "actor.ppo_mini_batch_size=6", "actor.ppo_micro_batch_size_per_gpu=6"),
+    *("rollout.pipeline.num_inference_steps=3", "rollout.val_kwargs.pipeline.num_inference_steps=2"),
+]
+
+
+class Events:
+    """What happened, in order. A reward of step n + 1 is not given before the update of step n has begun."""
+
+    def __init__(self, monkeypatch, gated):
+        self.seen, self.gated, self.updating = [], gated, {}
+        update, train = loop.RayDiffusionTrainer.update_actor, loop.RayDiffusionTrainer.sync
+
+        def update_actor(trainer, data, step):
+            self.note(f"update {step}")
+            self.begun(step).set()
+            return update(trainer, data, step)
+
+        def sync(trainer, version):
+            metrics = train(trainer, version)
+            self.note(f"sync {version}")
+            return metrics
+
+        monkeypatch.setattr(loop.RayDiffusionTrainer, "update_actor", update_actor)
+        monkeypatch.setattr(loop.RayDiffusionTrainer, "sync", sync)
+
+    def note(self, what):
+        if what not in self.seen:
+            self.seen.append(what)
+
+    def begun(self, step):
+        return self.updating.setdefault(step, threading.Event())
+
+    async def score_all(self, samples):
+        return [await self.score(sample) for sample in samples]
+
+    async def score(self, sample):
+        """A number that depends on the picture."""
+        step = int(sample.uid.split("/")[0].removeprefix("step")) if sample.uid.startswith("step") else 0
+        while self.gated and step and not self.begun(step - 1).is_set():
+            await asyncio.sleep(0.01)
+        picture = torch.from_numpy(sample.image.reference.value[sample.image.row])
+        return SimpleNamespace(score=float(picture.float().std()), components={}, error=None)
+
+
+@pytest.fixture
+def program(one_process, monkeypatch, tmp_path, metric_rows):
+    """Runs a program here; (exit code, rows of its metrics, events)."""
+
+    def start(app, *arguments, folder="run", gated=True):
+        events = Events(monkeypatch, gated)
+        drawing = Worker.generate
+
+        def generate(worker, requests):
+            events.note(f"draw {requests[0].uid.split('/')[0]}")
+            return drawing(worker, requests)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "generate", generate)
+            patch.setattr(one_process.Rewards, "score_all", lambda self, samples: events.score_all(samples))
+            code = run(
+                PROGRAMS[app], [f"recipe={RECIPES[app]}", *MICRO, f"trainer.run_dir={tmp_path / folder}", *arguments]
+            )
+        return code, metric_rows(tmp_path / folder), events.seen
+
+    return start
+
+
+def stop_at(monkeypatch, step):
+    """End the program in the middle of an update, as a second Ctrl-C does: nothing is written any more."""
+    real = Worker.update_actor
+
+    def update_actor(worker, slots, numbers, tensors, at):
+        if at == step:
+            raise KeyboardInterrupt
+        return real(worker, slots, numbers, tensors, at)
+
+    monkeypatch.setattr(Worker, "update_actor", update_actor)
+
+
+@pytest.mark.parametrize("app", PROGRAMS)
+def test_by_turns_the_rewards_of_a_step_come_under_the_update_before_and_a_killed_run_goes_on_with_the_same_rows(
+    program, app, monkeypatch, tmp_path
+):
+    code, rows, seen = program(app, "trainer.staleness=1")
+    assert code == 0
+    order = [
+        "sync 0",
+        "draw step0",
+        "draw step1",
+        "update 0",
+        "sync 1",
+        "draw step2",
+        "update 1",
+        "sync 2",
+        "draw step3",
+    ]
+    assert [e for e in seen if "val" not in e] == [*order, "update 2", "sync 3", "update 3", "sync 4"]
+    assert [row["rollout/staleness_mean"] for row in rows] == [0, 1, 1, 1]
+    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1]
+    assert {row["rollout/refilled"] for row in rows} == {0}
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    # The weights draw what they drew before the update: the first two steps are those of a run that learns only afterwards.
+    _, beside, _ = program(app, "trainer.staleness=0", folder="sync", gated=False)
+    assert beside[0]["reward/mean"] == rows[0]["reward/mean"]
+    assert beside[0]["actor/grad_norm"] == rows[0]["actor/grad_norm"]
+    assert [row["reward/mean"] for row in beside[1:]] != [row["reward/mean"] for row in rows[1:]]
+    assert not any(key.startswith("rollout/stale") for key in beside[0])
+
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2)
+        assert program(app, "trainer.staleness=1", folder="killed")[0] == 130
+    assert (tmp_path / "killed" / "checkpoints" / "step_000002" / "ahead" / "rows_rank0.safetensors").is_file()
+    code, again, seen = program(app, "trainer.staleness=1", "trainer.on_existing=resume", folder="killed", gated=False)
+    assert code == 0
+    assert seen[:3] == ["sync 2", "draw step3", "update 2"]  # those of step 2 were in the checkpoint
+    assert again == rows
+
+
+class Fleet:
+    """A replica with weights of its own, whose drawing needs the driver's event loop again and again."""
+
+    def __init__(self, here, events):
+        self.answer, self.events = here.Answer, events
+        self.policy = DiffusersBackend.from_pretrained(str(builtin("models", "tiny_qwen_image")), max_batch_size=2)
+        self.name, self.batch_size, self.router, self.fail = "replica-0", 2, Router([self]), 0
+
+    async def draw(self, requests, owners=()):
+        step = int(requests[0].uid.split("/")[0].removeprefix("step")) if requests[0].return_trajectory else 0
+        while step and not self.events.begun(step - 1).is_set():  # under the update, or never
+            await asyncio.sleep(0.01)
+        self.events.note(f"draw {requests[0].uid.split('/')[0]}")
+        facts, pictures, rows = parted(requests, self.policy.generate(requests))
+        return facts, self.answer(pictures), {owners[0]: rows}
+
+    async def abort(self, ids):
+        return 0
+
+    async def update_lora(self, payload, adapter, reference):
+        return [self.policy.update_lora(payload, adapter)]
+
+    async def close(self):
+        pass
+
+
+def test_replicas_draw_beside_the_update_and_all_is_drawn_before_the_weights_come(
+    program, one_process, monkeypatch, tmp_path, metric_rows
+):
+    events = Events(monkeypatch, gated=True)
+
+    async def sampler(config, workers):
+        return ray_trainer.rollouts.FleetSampler(config, workers, Fleet(one_process, events), False)
+
+    monkeypatch.setattr(loop, "open_sampler", sampler)
+    monkeypatch.setattr(one_process.Rewards, "score_all", lambda self, samples: events.score_all(samples))
+    arguments = [*MICRO, "trainer.staleness=1", "rollout.num_replicas=2", "rollout.max_batch_size=2"]
+    assert run(flowgrpo.cli.APP, [*arguments, f"trainer.run_dir={tmp_path / 'fleet'}"]) == 0
+    order = [e for e in events.seen if "val" not in e]
+    assert order == [
+        *("sync 0", "draw step0", "update 0", "draw step1", "sync 1", "update 1", "draw step2", "sync 2"),
+        *("update 2", "draw step3", "sync 3", "update 3", "sync 4"),
+    ]
+    rows = metric_rows(tmp_path / "fleet")
+    assert [row["rollout/staleness_mean"] for row in rows] == [0, 1, 1, 1]
+    # The same policy draws the same, whether it lies in the trainer or in a replica.
+    _, embedded, _ = program("flowgrpo", "trainer.staleness=1", "rollout.max_batch_size=2", folder="embedded")
+    for mine, theirs in zip(rows, embedded, strict=True):
+        assert mine["reward/mean"] == pytest.approx(theirs["reward/mean"], rel=1e-4 if mine["step"] <= 2 else 0.02)
+
+
+# ---- the queue alone -----------------------------------------------------------------------------------------------------
+
+
+class Rollouts:
+    """Draws numbers: version and attempt of each sample."""
+
+    def __init__(self, fails=(), unscored=()):
+        self.sampler, self.version, self.fails, self.unscored = SimpleNamespace(beside=False), 0, list(fails), unscored
+        self.asked = []
+
+    async def draw(self, rows, n, *, step):
+        self.asked.append((step, [uid for uid, _ in rows]))
+        if self.fails and self.fails[0] == step:
+            self.fails.pop(0)
+            raise ReplicaError("no replica answered")
+        uids = [uid for uid, _ in rows for _ in range(n)]
+        made = TensorDict({"policy_version": torch.full((len(uids),), self.version)}, batch_size=[len(uids)])
+        made["owner"], made["slot"] = torch.zeros(2, len(uids), dtype=torch.long)
+        first = not any(one == step and uids[0] in asked for one, asked in self.asked[:-1])
+        made["rm_scores"] = torch.tensor([[float("nan") if first and uid in self.unscored else 1.0] for uid in uids])
+        made["attempt"] = torch.full((len(uids),), len(self.asked))
+        made["uid"] = NonTensorStack(*uids)
+        made["reward_errors"] = NonTensorStack(
+            *["late" if score != score else None for score in made["rm_scores"][:, 0]]
+        )
+        return Drawn(made)
+
+
+def queue(rollouts, *changes):
+    config = compose(
+        "flowgrpo", flowgrpo.cli.APP.recipes / "tiny_flow_grpo.yaml", [*MICRO, "trainer.staleness=1", *changes]
+    )
+    prompts, said = PromptSampler([Prompt(f"p{i}", "x") for i in range(2)], config.data, 0), []
+    workers = SimpleNamespace(retain=lambda batch: None, ranks=1)
+    return Ahead(config, rollouts, workers, prompts, said.append), said
+
+
+def test_a_batch_that_failed_is_drawn_again_and_counted_and_a_second_failure_is_raised():
+    async def steps(rollouts):
+        ahead, said = queue(rollouts)
+        batches = []
+        for step in range(3):
+            batches.append(await ahead.take(step))
+            batches[-1].metrics = dict(ahead.metrics)
+            rollouts.version = step + 1
+        return batches, said
+
+    rollouts = Rollouts(fails=[1])
+    batches, said = asyncio.run(steps(rollouts))
+    assert [step for step, _ in rollouts.asked] == [0, 1, 1, 2, 3]
+    assert said == ["the samples of step 2 are drawn again: no replica answered"]
+    assert [b.metrics["rollout/refilled"] for b in batches] == [0, 2, 0]
+    assert [b.metrics["rollout/staleness_max"] for b in batches] == [0, 0, 1]  # again means by the present policy
+    with pytest.raises(ReplicaError):
+        asyncio.run(steps(Rollouts(fails=[1, 1])))
+
+
+def test_groups_without_a_score_or_too_old_are_drawn_again_in_their_places():
+    async def two(rollouts, old=0):
+        ahead, _ = queue(rollouts)
+        await ahead.take(0)
+        rollouts.version = 5
+        return await ahead.take(1 + old), ahead.metrics
+
+    rollouts = Rollouts(unscored=("step1/p1",))
+    batch, metrics = asyncio.run(two(rollouts))
+    assert rollouts.asked[-1] == (1, ["step1/p1"])
+    uids = list(batch["uid"])
+    assert uids == [uid for uid in dict.fromkeys(uids) for _ in range(3)]
+    assert {uid: set(batch["attempt"][[u == uid for u in uids]].tolist()) for uid in uids} == {
+        "step1/p0": {2},
+        "step1/p1": {4},
+    }
+    assert bool(batch["rm_scores"].isfinite().all())
+    assert metrics["rollout/refilled"] == 1
