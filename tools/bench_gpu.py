@@ -43,6 +43,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import bench_blocks
 from bench_blocks import uncompiled
@@ -567,6 +568,7 @@ def ranks(size: Size, folder: Path, report: Report) -> None:
     import torch.distributed as dist
     from diffusion_losses import DiffusionLossConfig
     from fsdp_diffusers_engine import DiffusionLoss
+    from fsdp_diffusers_engine.sharding import average_gradients
     from tensordict import TensorDict
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -600,11 +602,21 @@ def ranks(size: Size, folder: Path, report: Report) -> None:
             engine.forward_backward(part, loss)
             found.append(engine.step()["actor/grad_norm"])
 
-        seconds, first = timed(step, 2)
+        seconds, first = timed(step)
+        shares: dict[str, float] = {}
+        if not engine.layout.sharded:  # a rank's own work, and what the exchange of the gradients adds to it
+            engine.forward_backward(part, loss)
+            parameters = list(engine.trainable.values())
+            shares = {"exchange_gb": sum(p.numel() * p.element_size() for p in parameters) / 1e9}
+            shares["exchange_s"], _ = timed(lambda e=engine, p=parameters: average_gradients(p, e.layout))  # type: ignore[misc]
+            with patch("fsdp_diffusers_engine.sharding.average_gradients"):
+                shares["alone_s"], _ = timed(step)
+        if not CPU:
+            shares["alloc_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
         work = 2 * tflop(size, folder, count, text)
         chosen = sorted(set(engine.recompute.chosen.values()))
         if rank == 0:
-            values = {"seconds": seconds, "first_s": first, "useful_tflops_each": work / seconds / world}
+            values = {"seconds": seconds, "first_s": first, "useful_tflops_each": work / seconds / world, **shares}
             report(f"update, {what}", ranks=world, **values, recomputed=chosen, grad_norm=found[0], peak_gb=peak_gb())
         del engine
         if not CPU:

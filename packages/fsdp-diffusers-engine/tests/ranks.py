@@ -96,8 +96,20 @@ def lora_even(rank: int, world: int) -> Any:
 
 
 def whole_copies(rank: int, world: int) -> Any:
-    """Every rank holds the whole transformer, and only the adapter's gradient crosses ranks."""
-    return lora(rank, world, "uneven", engine={"sharding": "replicate"}, optim=CLIPPED)
+    """Every rank holds the whole transformer, and only the adapter's gradient crosses ranks, all of it at once."""
+    sent: list[int] = []
+    reduce = dist.all_reduce
+
+    def counted(tensor: Any, *arguments: Any, **named: Any) -> Any:
+        sent.append(tensor.numel())
+        return reduce(tensor, *arguments, **named)
+
+    dist.all_reduce = counted
+    try:
+        found = lora(rank, world, "uneven", engine={"sharding": "replicate"}, optim=CLIPPED)
+    finally:
+        dist.all_reduce = reduce
+    return found | {"sent": sent}
 
 
 def whole_copies_full(rank: int, world: int) -> Any:

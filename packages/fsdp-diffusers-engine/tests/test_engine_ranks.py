@@ -89,6 +89,12 @@ def test_whole_copies_compute_what_one_process_does_and_stay_equal(ranks: Any, s
     assert found[0]["norm"] == found[1]["norm"]
 
 
+def test_whole_copies_send_their_gradient_once_an_update_and_nothing_else_but_counts(ranks: Any) -> None:
+    found = ranks("whole_copies", 2)
+    numbers = sum(weight.numel() for weight in found["weights"].values())
+    assert sorted(found["sent"]) == [1, 1, numbers + len(found["weights"])]
+
+
 def test_whole_copies_go_on_from_the_checkpoint_that_one_of_them_wrote(ranks: Any) -> None:
     for rank in range(2):
         found = ranks("whole_copies_save", 2, rank)
