@@ -1,4 +1,4 @@
-"""How many rows a transformer is given, counted where they enter it: the unit in which rollouts are priced."""
+"""How many rows a transformer is given, counted where they enter it: what a sample costs."""
 
 from __future__ import annotations
 
