@@ -109,7 +109,7 @@ READERS = {
     "ray_trainer.resume:check_resume": "trainer.allow_config_change",
     "ray_trainer.group:WorkerGroup": "trainer.num_workers",
     "ray_trainer.card_memory:_tensor_sizes": "rollout.vllm_omni.tensor_model_parallel_size",
-    "ray_trainer.card_memory:foresee": "ray.gpu_memory_gb",
+    "ray_trainer.card_memory:foreseen": "ray.gpu_memory_gb",
     "ray_trainer.cluster": "ray.address ray.num_cpus ray.object_store_mb",
 }
 
