@@ -100,7 +100,7 @@ READERS = {
     "flowgrpo.trainer": "algorithm.old_log_probs algorithm.step_fraction trainer.seed",
     "dpo_online.cli:_trainer": "data.offline",
     "dpo_online.trainer": "algorithm.pair_mode algorithm.pair_margin",
-    f"{TRAINER}._fit": "trainer.total_steps trainer.val_before_train",
+    f"{TRAINER}._fit": "trainer.trackers trainer.total_steps trainer.val_before_train",
     f"{TRAINER}._late": "trainer.max_hours",
     "ray_trainer.ahead:Ahead": "trainer.staleness",
     f"{TRAINER}._step": "trainer.val_every trainer.save_every",

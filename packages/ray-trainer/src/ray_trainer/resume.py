@@ -22,7 +22,7 @@ from .values import free, read_yaml
 ALWAYS = (
     # how long and how often, where, and what is kept
     *("recipe", "trainer.total_steps", "trainer.max_hours", "trainer.val_before_train", "trainer.val_every"),
-    "trainer.save_every",
+    *("trainer.save_every", "trainer.trackers"),
     *("trainer.keep_checkpoints", "trainer.run_dir", "trainer.on_existing", "trainer.allow_config_change"),
     "actor.checkpoint.save_contents",
     # which machines, how much of them, and how long they may take

@@ -11,6 +11,7 @@ from typing import Any
 
 from omni_rollout.errors import RolloutConfigError
 from omni_rollout.loops import LOOPS, get_agent_loop
+from run_report.trackers import missing_trackers
 from sde_samplers.kinds import find_kind
 
 from .config import RunConfig, updates_per_step
@@ -194,6 +195,8 @@ def _support(config: RunConfig) -> Iterator[str]:
         )
     if config.rollout.backend == "vllm_omni" and find_spec("vllm_omni") is None:
         yield "rollout.backend='vllm_omni' needs vLLM-Omni: uv sync --extra vllm, or pip install 'omni-rollout[vllm]'"
+    for name in missing_trackers(config.trainer.trackers):
+        yield f"trainer.trackers names {name}, which is not installed: uv run --extra trackers …, or pip install {name}"
     loop = config.rollout.agent.default_agent_loop
     if loop not in LOOPS:  # a class of somebody's own
         try:

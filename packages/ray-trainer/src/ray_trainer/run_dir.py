@@ -4,6 +4,7 @@ config.yaml      resolved config          metrics.jsonl   one row per step
 samples/         pictures of each validation               report.html     the whole run on one page
 checkpoints/     step_000040/ …           lora/           what diffusers' load_lora_weights loads
 failures/        the state of a step that failed            inputs.json     hashes of its prompts
+trackers/        what tensorboard, wandb and mlflow keep
 changes.jsonl    what a resumed run does otherwise           environment.json
 """
 
@@ -25,6 +26,7 @@ _OURS = re.compile(
     rf"|samples/{_STEP}/(grid\.png|index\.json|full/\d+\.(png|mp4))"
     rf"|checkpoints/(latest\.(json|tmp)|{_STEP}/([\w.-]+/)*[\w.-]+\.(safetensors|json|metadata|distcp|tmp))"
     r"|lora/(transformer_2/)?\.?pytorch_lora_weights\.safetensors(\.\d+\.tmp)?"
+    r"|trackers/(id|tensorboard/events\.out\.tfevents\.[\w.-]+|(wandb|mlruns)/.+)"
     r"|failures/step_\d+/[\w.-]+\.(txt|json|safetensors)"
 )
 """Every file that a run writes, by its path inside the folder: what `delete` may remove."""
@@ -99,7 +101,8 @@ def _why_not_ours(folder: Path) -> str:
     for place, folders, files in os.walk(folder):
         for name in files + [name for name in folders if os.path.islink(os.path.join(place, name))]:
             inside = Path(place, name).relative_to(folder).as_posix()
-            if not _OURS.fullmatch(inside) or os.path.islink(folder / inside):
+            linked = os.path.islink(folder / inside) and not inside.startswith("trackers/wandb/")  # to its own log
+            if linked or not _OURS.fullmatch(inside):
                 return f"{inside!r} in it was not written by a run; move it away, or choose another trainer.run_dir"
     return ""
 

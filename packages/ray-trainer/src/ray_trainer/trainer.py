@@ -34,11 +34,12 @@ from run_report import (
     summarize,
     truncate_validations,
 )
+from run_report.trackers import Trackers
 from tensordict import TensorDict
 
 from . import checkpoint, resume, schema
 from .ahead import Ahead, rows_of
-from .config import RunConfig
+from .config import RunConfig, to_tree
 from .errors import Interrupted, TrainerError, TrainingFailed
 from .failure import disk_full, first_cause, is_out_of_memory, less_memory, record_failure, words
 from .group import WorkerGroup
@@ -144,7 +145,16 @@ class RayDiffusionTrainer(ABC):
         loop = self.config.trainer
         self.writer = MetricsWriter(self.run.path)
         done = self._resume()
-        with LiveLine(loop.total_steps, first_step=done) as live:
+        trackers = Trackers(
+            loop.trackers,
+            self.run.path,
+            project=self.config.app,
+            config=to_tree(self.config),
+            config_text=self.run.config.read_text(encoding="utf-8"),
+            first_step=done + bool(done),
+            note=self.echo,
+        )
+        with trackers as self.trackers, LiveLine(loop.total_steps, first_step=done) as live:
             self.live = live
             if done == 0 and loop.val_before_train:
                 self._guarded(0, lambda: self._append(0, self._validate(0)))
@@ -314,7 +324,7 @@ class RayDiffusionTrainer(ABC):
         return work()
 
     def _append(self, step: int, metrics: Metrics) -> None:
-        self.writer.append(step, metrics)
+        self.trackers.row(step, self.writer.append(step, metrics))
         shown = {
             "reward": "reward/mean",
             "val": "val/reward_mean",
@@ -388,7 +398,8 @@ class RayDiffusionTrainer(ABC):
                 strict=True,
             )
         ]
-        save_validation(self.run.path, step, fetched(batch["responses"]).numpy(), records)
+        folder = save_validation(self.run.path, step, fetched(batch["responses"]).numpy(), records)
+        self.trackers.picture(step, folder / "grid.png")
         result = {"val/failed": self.rollouts.score_metrics(batch)["reward/failed"]}
         for name, value in summarize(load_validations(self.run.path)[-1]).items():
             result[f"val/{name}_mean"], result[f"val/{name}_stderr"] = value.mean, value.stderr
