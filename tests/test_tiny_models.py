@@ -11,7 +11,9 @@ import pytest
 from model_specs import tiny
 from PIL import Image
 from ray_trainer.cli import run
-from run_report.video import write_video
+from ray_trainer.run_dir import _why_not_ours
+from run_report.video import video_size, write_video
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 FLOWGRPO, DPO = flowgrpo.cli.APP, dpo_online.cli.APP
 SMALL = [
@@ -103,5 +105,19 @@ def test_sft_on_videos_of_a_tiny_wan(model, one_process, tmp_path):
     write_video(tmp_path / "film.mp4", frames)
     (tmp_path / "films.jsonl").write_text('{"prompt": "a film", "image": "film.mp4"}\n' * 2)
     files = [f"data.train_file={tmp_path}/films.jsonl", "data.val_file=builtin:tiny_shapes_heldout"]
-    rows = rows_of(DPO, model("wan"), "sft", tmp_path / "run", *files, *FILM)
+    more, run_dir = [*files, *FILM, "trainer.trackers=[tensorboard]"], tmp_path / "run"
+    rows = rows_of(DPO, model("wan"), "sft", run_dir, *more)
     assert all(math.isfinite(row["actor/sft_loss"]) for row in rows)
+    assert video_size(run_dir / "samples" / "step_000002" / "full" / "0000.mp4") == (32, 32, 5)
+    assert "data:video/mp4;base64" in (run_dir / "report.html").read_text()
+    # It goes on, and its tracker has all of it in one run.
+    known = (run_dir / "trackers" / "id").read_text()
+    resumed = ["trainer.total_steps=3", "trainer.on_existing=resume", f"trainer.run_dir={run_dir}"]
+    assert run(DPO, ["recipe=sft", f"model.path={model('wan')}", *SMALL, *more, *resumed]) == 0
+    assert (run_dir / "trackers" / "id").read_text() == known
+    events = EventAccumulator(str(run_dir / "trackers" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("actor/sft_loss")] == [1, 2, 3]
+    assert [event.step for event in events.Images("samples")] == [2, 3]
+    # A run that begins anew may remove all of it.
+    assert _why_not_ours(run_dir) == ""

@@ -110,6 +110,9 @@ def test_links_parents_and_the_working_folder_are_never_deleted(tmp_path, monkey
     for name in (".", "..", "run/samples", str(tmp_path)):
         with pytest.raises(TrainerError, match="is no run folder"):
             check_run_dir(name, "delete")
+    (run / "trackers" / "wandb" / "run-1" / "logs").mkdir(parents=True)  # which links to a log of its own elsewhere
+    (run / "trackers" / "wandb" / "run-1" / "logs" / "core.log").symlink_to(tmp_path / "other" / "core.log")
+    check_run_dir(str(run), "delete")
     (run / "samples" / "away").symlink_to(tmp_path / "other")
     with pytest.raises(TrainerError, match="'samples/away' in it was not written by a run"):
         check_run_dir(str(run), "delete")

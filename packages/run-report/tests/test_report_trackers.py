@@ -99,6 +99,9 @@ def wandb_records(file):
 
 
 def read_wandb(run):
+    import wandb
+
+    wandb.teardown()  # its own process writes the last blocks when it ends
     rows, ids, pictures = set(), set(), 0
     for file in (run / "trackers" / "wandb").glob("offline-run-*/*.wandb"):
         for record in wandb_records(file):

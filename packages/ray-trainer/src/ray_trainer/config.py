@@ -183,7 +183,7 @@ class LoopConfig:
     allow_config_change: list[str] = field(default_factory=list)
     """Keys or sections that a resumed run may have otherwise than before; any other that decides results is refused."""
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = field(default_factory=list)
-    """Where rows, sample pictures and config also go; each is an extra of run-report, and takes its key from where it always does."""
+    """Where rows, sample pictures and config also go; each is an extra of run-report, and finds its key where it always does."""
     seed: Seed = 0
     num_workers: Thousands = 1
     """Training processes: one per GPU, or one on a CPU."""

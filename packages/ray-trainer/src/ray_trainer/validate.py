@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 from fsdp_diffusers_engine.errors import EngineError
@@ -56,6 +57,8 @@ def validate_config(config: RunConfig) -> list[str]:
     check_ray(config.ray)
     check_run_dir(t.run_dir, t.on_existing)
     notes += check_resume(config, {"data.train_file": train, "data.val_file": val})
+    if r.val_kwargs.pipeline.num_frames > 1 and find_spec("av") is None:
+        notes.append("videos are kept as three frames each; for mp4 files: uv run --extra video …, or pip install av")
     if config.actor.optim.lr > LARGE_LR:
         notes.append(f"warning: actor.optim.lr={config.actor.optim.lr:g} is very large; recipes use 1e-5 to 2e-3")
     per_prompt, kind = config.rows_per_prompt, "given" if d.offline else "samples"
