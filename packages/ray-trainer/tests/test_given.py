@@ -93,6 +93,7 @@ def test_bad_lines_are_counted(tmp_path):
     [
         (["actor.diffusion_loss.loss_mode=awm"], "samples that were drawn and scored"),
         (["data.offline=false", "actor.diffusion_loss.loss_mode=sft"], "set data.offline=true"),
+        (["trainer.staleness=1"], "nothing is drawn"),
         (["rollout.num_replicas=2"], "encode the pictures themselves"),
     ],
 )

@@ -152,6 +152,8 @@ def _given(config: RunConfig) -> Iterator[str]:
         )
     if not config.data.offline and not loss.spec.scored:
         yield f"loss_mode={loss.loss_mode} imitates pictures that are given: set data.offline=true, and data.train_file with them"
+    if config.data.offline and config.trainer.staleness:
+        yield f"data.offline=true with trainer.staleness={config.trainer.staleness}: nothing is drawn; leave it at 0"
     if config.data.offline and not config.shares_weights:
         yield (
             f"data.offline=true with rollout.backend={config.rollout.backend} and rollout.num_replicas="

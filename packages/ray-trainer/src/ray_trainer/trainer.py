@@ -152,7 +152,7 @@ class RayDiffusionTrainer(ABC):
             config=to_tree(self.config),
             config_text=self.run.config.read_text(encoding="utf-8"),
             first_step=done + bool(done),
-            note=self.echo,
+            note=self._note,
         )
         with trackers as self.trackers, LiveLine(loop.total_steps, first_step=done) as live:
             self.live = live
