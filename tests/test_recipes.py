@@ -88,7 +88,7 @@ BAD = {
     "empty window": (["rollout.algo.sde_window_size=0"], "must be 1 to 2"),
     "samples of another policy": (["rollout.rollout_adapter=reference"], "ratios need samples of the trained policy"),
     "no epochs": (["actor.ppo_epochs=0"], "actor.ppo_epochs=0 is out of range: it must be 1 to 10000"),
-    "full fine-tuning": (["model.lora_rank=0"], "the loop trains a LoRA"),
+    "full weights in bf16": (["model.lora_rank=0", "actor.fsdp_config.model_dtype=bf16"], "use model_dtype=fp32"),
     "filled in": (["actor.model_config.path=x"], "is filled in from 'model'; set that one"),
 }
 

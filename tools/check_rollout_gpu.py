@@ -247,14 +247,15 @@ class Model:
 
     async def full_weights(self) -> dict[str, Any]:
         """Every tensor replaced, LoRA layers in place, proven by checksum."""
-        from lora_sync import base_weights, content_sum
+        from lora_sync import base_weights
+        from lora_sync.checksum import value_sum
 
         named = {name: value * 1.01 for name, value in base_weights(self.trainer.transformer)}
         start = time.perf_counter()
         receipt = await self.server.update_weights(named.items(), version=20)
         seconds = time.perf_counter() - start
         # diffusers keeps a few of Wan's tensors in fp32 that the engine holds in bf16.
-        sums = {content_sum(named.values()), content_sum(value.to(self.dtype) for value in named.values())}
+        sums = {value_sum(named.values()), value_sum(value.to(self.dtype) for value in named.values())}
         good = receipt.checksum in sums and receipt.tensors_bound == len(named)
         return {"good": good, "tensors": receipt.tensors_bound, "seconds": round(seconds, 3)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -346,3 +347,9 @@ def test_awm(weighting, scale, level):
     )
     data = {"x0": x0, "noise": noise, "sigma": sigma, "advantages": advantages, "old_velocity": old}
     assert diffusion_loss(config, {"velocity": v}, data).loss.item() == pytest.approx(total / (B * W), rel=1e-10)
+    lag = draw(B, W, *D, seed=55)
+    pulled = replace(config, lag_kl_coef=0.7)
+    away = sum((x - y) ** 2 for x, y in zip(v.flatten().tolist(), lag.flatten().tolist(), strict=True)) / v.numel()
+    out = diffusion_loss(pulled, {"velocity": v}, {**data, "lag_velocity": lag})
+    assert out.loss.item() == pytest.approx(total / (B * W) + 0.7 * away, rel=1e-10)
+    assert out.metrics["actor/lag_kl"].item() == pytest.approx(away, rel=1e-6)

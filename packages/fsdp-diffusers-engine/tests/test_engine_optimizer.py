@@ -96,6 +96,31 @@ def test_the_schedule_reaches_the_optimizer(make_engine: Any, make_batch: Any) -
 
 
 @pytest.mark.parametrize("full", [False, True])
+def test_an_average_moves_at_its_own_pace(make_engine: Any, make_batch: Any, full: bool) -> None:
+    pace = {"ema_decay": 0.9, "ema_every": 2, "ema_warmup": True, "state_offload": full or None}
+    engine, data = make_engine(full=full, engine=pace), prepared(make_batch(count=2))
+    names = {name: name.replace(".default.", ".ema.") for name in engine.trainable}
+    parameters = dict(engine.module.named_parameters())
+
+    def kept() -> dict[str, torch.Tensor]:
+        ema = engine.states.copies["ema"] if full else {name: parameters[names[name]] for name in names}
+        return {name: tensor.detach().clone() for name, tensor in ema.items()}
+
+    start, wanted = kept(), kept()
+    for n in (1, 2, 3, 4):
+        engine.forward_backward(data, LOSS)
+        engine.step()
+        if n % 2:
+            assert all(torch.equal(kept()[name], wanted[name]) for name in names)
+            continue
+        decay = (1 + n) / (10 + n)  # below 0.9 until n = 80
+        wanted = {name: decay * wanted[name] + (1 - decay) * p.detach() for name, p in engine.trainable.items()}
+        assert all(torch.allclose(kept()[name], wanted[name], atol=1e-7) for name in names)
+        wanted = kept()
+    assert any(not torch.equal(start[name], wanted[name]) for name in names)
+
+
+@pytest.mark.parametrize("full", [False, True])
 def test_policy_states(make_engine: Any, make_batch: Any, stir: Any, full: bool) -> None:
     states = {"policy_state_adapters": ["default", "old", *(["reference"] if full else [])]}
     engine, data = make_engine(full=full, model=states, engine={"ema_decay": 0.75}), prepared(make_batch(count=2))

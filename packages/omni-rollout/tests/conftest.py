@@ -95,9 +95,6 @@ class ArithmeticReplica(Replica):
     async def update_lora(self, payload, adapter="default"):
         self.version = payload
 
-    async def update_weights(self, named, version):
-        raise NotImplementedError
-
     async def abort(self, request_ids):
         self.cancelled |= set(request_ids)
         return len(request_ids)

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from lora_sync import content_sum
+from lora_sync import content_sum, use_adapter
 from omni_rollout.backend import RolloutBackend
 from omni_rollout.diffusers_backend import DiffusersBackend
 from omni_rollout.errors import AbortedError, LifecycleError, RolloutConfigError, SyncError
@@ -196,13 +196,45 @@ def test_lora_is_bound_with_a_receipt_and_changes_the_latents(tiny, make_request
     assert shared.policy_version == 2
 
 
+def test_a_shared_module_samples_with_its_adapter_folded_in(tiny, make_request):
+    from lora_sync import base_weights
+    from lora_sync.checksum import module_sum
+    from peft import LoraConfig
+
+    own = DiffusersBackend.from_pretrained(tiny)
+    module = own.transformer
+    module.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_out.0"], init_lora_weights=False))
+    shared = DiffusersBackend(
+        own.spec,
+        module,
+        own.encoder,
+        own.vae,
+        own.scheduler,
+        adapter_ctx=lambda name: use_adapter(module, name),
+    )
+    apart = shared.generate([make_request()])["final_latents"]
+    base = shared.generate([make_request(adapter="reference")])["final_latents"]
+    before = module_sum(module)
+
+    merged = {name: value.clone() for name, value in base_weights(module, "default")}
+    receipt = shared.hold_weights(merged.items(), 1, fold=True)
+    assert (receipt.version, receipt.tensors_bound) == (1, len(merged))
+    assert receipt.checksum == content_sum(merged.values()) != before
+    drawn = shared.generate([make_request()])["final_latents"]
+    assert 0 < (drawn - apart).abs().max() <= 1e-4 < 1e-2 < (drawn - base).abs().max()
+    assert module_sum(module) == before  # the trainer's own weights are back
+    assert torch.equal(shared.generate([make_request(adapter="reference")])["final_latents"], base)
+    with pytest.raises(SyncError, match="does not hold what was sent"):
+        shared.hold_weights(((n, v + 1) for n, v in merged.items()), 2)  # not folded: the module's own are others
+
+
 def test_states_and_abort(tiny, make_request):
     backend = DiffusersBackend.from_pretrained(tiny, max_batch_size=4)
     backend.sleep()
     with pytest.raises(LifecycleError, match="asleep"):
         backend.generate([make_request()])
     with pytest.raises(LifecycleError, match="asleep"):
-        backend.update_weights([], version=1)
+        backend.update_weights(backend.transformer.named_parameters(), version=1)
     backend.wake_up()
     before = backend.generate([make_request()])[0]
     assert torch.equal(backend.generate([make_request()])["responses"][0], before["responses"])

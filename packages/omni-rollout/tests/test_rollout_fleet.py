@@ -7,7 +7,7 @@ import pytest
 import torch
 from omni_rollout import fleet as fleet_module
 from omni_rollout.config import DiffusionRolloutConfig, RouterConfig
-from omni_rollout.errors import ReplicaDeadError, RolloutError
+from omni_rollout.errors import ReplicaDeadError
 from omni_rollout.fleet import Fleet
 from omni_rollout.placement import Node
 from omni_rollout.replica import Replica
@@ -39,8 +39,9 @@ class Diary(Replica):
             await self.gate.wait()
         self.diary.append((adapter, payload.version))
 
-    async def update_weights(self, named, version):
-        self.diary.append(("base", version))
+    async def update_weights_bucket(self, bucket):
+        self._alive()
+        self.diary.append(("base", bucket))
 
     async def sleep(self):
         self._alive()
@@ -162,17 +163,18 @@ def test_a_death_between_two_rollouts_is_noticed_and_mended(launch, make_request
         assert diary == [("default", 1), "sleep", "wake_up"]
 
 
-def test_base_weights_need_a_way_back(launch, make_request, collect):
-    async def run(**options):
-        fleet, made = await launch(1, **options)
-        await fleet.update_weights([("w", 1.0)], version=7)
+def test_a_new_replica_gets_the_newest_full_weights(launch, make_request, collect):
+    async def run():
+        fleet, made = await launch(1)
+        for version in (6, 7):
+
+            async def send(replicas, version=version):
+                for replica in replicas:
+                    await replica.update_weights_bucket(version)
+
+            await fleet.update_weights(send)
         made[-1].dead = True
         await collect(fleet.router, [make_request()])
-        return made[-1].diary
+        return [replica.diary for replica in made]
 
-    async def resync(replica):
-        await replica.update_weights([("w", 1.0)], 7)
-
-    assert asyncio.run(run(resync=resync)) == [("base", 7)]
-    with pytest.raises(RolloutError, match="launch the fleet with `resync`"):
-        asyncio.run(run())
+    assert asyncio.run(run()) == [[("base", 6), ("base", 7)], [("base", 7)]]

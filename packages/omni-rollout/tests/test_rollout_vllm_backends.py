@@ -4,12 +4,16 @@ The engine runs on the CPU platform (`OMNI_ROLLOUT_CPU=1`). On Linux x86-64 it i
 """
 
 import asyncio
+import dataclasses
 import platform
+import socket
 import sys
+import uuid
 
 import pytest
 import torch
-from lora_sync import content_sum, verify
+from lora_sync import CorruptPayloadError, WeightStream, content_sum, verify, verify_weights
+from lora_sync.transport import Link
 from omni_rollout.backend import RolloutBackend
 from omni_rollout.errors import AbortedError, LifecycleError, ReplicaError, RolloutConfigError, SyncError
 from omni_rollout.vllm_omni.server import vLLMOmniHttpServer
@@ -206,6 +210,34 @@ def test_full_weights_with_lora_layers_in_place(replica, draw, requests, runner,
     assert receipt.checksum == content_sum(weights.values())
     again = draw(replica, requests[:2])
     assert all(difference(b, a) <= SAME for b, a in zip(before, again, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "version"), [("shared_memory", 14), ("nccl", 16)])
+def test_full_weights_through_a_link(replica, draw, requests, runner, weights, difference, kind, version):
+    """Another process's part is played by a thread; on CPUs the broadcast goes over gloo."""
+    before = draw(replica, requests[:2])
+    for number, factor in ((version, 1.01), (version + 1, 1.0)):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            place = f"127.0.0.1:{free.getsockname()[1]}" if kind == "nccl" else uuid.uuid4().hex
+        link = Link(kind, place, 1)
+        stream = WeightStream(((n, v * factor) for n, v in weights.items()), version=number, bucket_bytes=1 << 20)
+
+        def send(link=link, stream=stream):
+            with link.sender("cpu") as transport:
+                for bucket in stream:
+                    transport.send(bucket)
+
+        async def both(link=link, send=send):
+            return (await asyncio.gather(replica.receive_weights(link, 0), asyncio.to_thread(send)))[0]
+
+        receipt = runner.run(both())
+        assert verify_weights(stream.receipt, receipt).version == number
+        after = draw(replica, requests[:2])
+        close = [difference(b, a, ("final_latents",)) for b, a in zip(before, after, strict=True)]
+        assert max(close) <= SAME if factor == 1.0 else min(close) > 1e-3
+    with pytest.raises(CorruptPayloadError, match="were sent, the receiver holds"):
+        verify_weights(dataclasses.replace(stream.receipt, checksum="1:0"), receipt)
 
 
 # --------------------------------------------------------------------------------------------------------- lifecycle

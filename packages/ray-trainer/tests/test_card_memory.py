@@ -157,6 +157,27 @@ def test_tokens_and_heads_are_shared_evenly_or_refused(qwen):
     assert measure(qwen, four, 128).update == measure(qwen, make(*FULL), 128).update / 4
 
 
+def test_all_weights_count_gradient_moments_and_copies(qwen):
+    keys = ["model.lora_rank=0", "model.policy_state_adapters=[default,reference]", "actor.fsdp_config.model_dtype=fp32",
+            "actor.fsdp_config.mixed_precision.param_dtype=bf16", "actor.fsdp_config.ema_decay=0.9"]  # fmt: skip
+    needs = measure(qwen, make(*FULL, *keys), 128)
+    assert needs.base / GB == pytest.approx(81.7, rel=0.01)  # fp32
+    assert (needs.trained, needs.moments, needs.states) == (3 * needs.base, 2 * needs.base, 2 * needs.base)
+    eight = chosen(qwen, 85, [NODE], *keys)  # whole copies are not considered: each would send all gradients
+    assert (eight.sharding, eight.fsdp_size, eight.state_offload, eight.optimizer_offload) == ("shard", 8, True, False)
+    assert any("policy states on the CPU" in line for line in eight.lines)
+    assert not any("GB are needed" in line for line in eight.lines)
+    roomy = chosen(qwen, 141, [NODE], *keys)
+    assert (roomy.sharding, roomy.state_offload) == ("shard", False)
+    assert any("copies of it (policy states)" in line for line in roomy.lines)
+    by_hand = chosen(qwen, 141, [NODE], *keys, "actor.fsdp_config.state_offload=true")
+    assert by_hand.state_offload
+    merged = measure(qwen, make(*FULL, "model.lora.merge=true"), 128)
+    assert 0.6 < merged.merged / merged.base < 0.7  # the modulations of its norms have no adapter
+    with pytest.raises(TrainerError, match="rollout.sync=nccl joins one card of a trainer with one of each replica"):
+        chosen(qwen, 141, [NODE], *ENGINES, "model.lora.merge=true", "rollout.sync=nccl")
+
+
 def test_a_tiny_model_on_a_cpu_is_one_line():
     assert foresee(make()) == [
         "placement: 1 training process, a whole copy (sharding=replicate); they sample themselves"

@@ -1,4 +1,4 @@
-"""Every key of a config changes something, is refused, or is listed as presentation. A new field without a row here fails.
+"""Every key of a config changes something, or is listed as presentation. A new field without a row here fails.
 
 `SHOWN` are keys whose effect is computed here: two values, two results. `READERS` names for each of the others the function that
 acts on it, and the test looks into that function's source for the read: a key whose reader goes is found.
@@ -19,12 +19,6 @@ from ray_trainer.values import is_section
 PRESENTATION = {"app", "recipe"}
 """Names that are written into config.yaml and shown; `app` of another program is refused."""
 
-REFUSED = {
-    "model.lora.merge",
-    "actor.fsdp_config.ema_decay",
-}
-"""Any value but the default is refused: see test_trainer_support."""
-
 ENGINE, WORKER, TRAINER = (
     "fsdp_diffusers_engine.engine:DiffusersFSDPEngine",
     "fsdp_diffusers_engine.worker:TrainingWorker",
@@ -41,7 +35,10 @@ READERS = {
     "fsdp_diffusers_engine.targets:resolve_targets": "model.target_modules model.exclude_modules",
     f"{ENGINE}.initialize": "model.enable_gradient_checkpointing model.lora_adapter_path model.lora_dtype "
     "actor.fsdp_config.model_dtype actor.fsdp_config.param_offload actor.fsdp_config.optimizer_offload "
-    "actor.fsdp_config.use_torch_compile actor.fsdp_config.full_determinism",
+    "actor.fsdp_config.use_torch_compile actor.fsdp_config.full_determinism actor.fsdp_config.state_offload",
+    f"{ENGINE}._average": "actor.fsdp_config.ema_decay actor.fsdp_config.ema_every actor.fsdp_config.ema_warmup",
+    "ray_trainer.config:RunConfig.sync_mode": "model.lora.merge",
+    "ray_trainer.weight_sync:WeightSync": "rollout.sync",
     f"{ENGINE}._state_names": "model.policy_state_adapters",
     "fsdp_diffusers_engine.sharding:blocks_of": "model.fsdp_layer_prefixes",
     f"{WORKER}.train_mini_batch": "actor.ppo_epochs",
@@ -60,6 +57,7 @@ READERS = {
     "diffusion_losses.preference:dpo_loss": "actor.diffusion_loss.dpo_beta actor.diffusion_loss.dpo_loss",
     "diffusion_losses.forward_process:awm_loss": "actor.diffusion_loss.awm_weighting actor.diffusion_loss.awm_power "
     "actor.diffusion_loss.awm_advantage actor.diffusion_loss.awm_ratio",
+    "diffusion_losses.forward_process:_finish": "actor.diffusion_loss.lag_kl_coef",
     "diffusion_losses.config:DiffusionLossConfig": "actor.diffusion_loss.options",
     "fsdp_diffusers_engine.forward_process:_levels": "actor.forward_process.levels actor.forward_process.num_levels "
     "actor.forward_process.schedule_fraction actor.forward_process.logit_mean actor.forward_process.logit_std "
@@ -161,6 +159,7 @@ for _place, _shown in (("rollout", _sampled), ("rollout.val_kwargs", _validated)
 SHOWN |= {
     "rollout.rollout_adapter": ("old", _sampled, []),
     "rollout.seed": (5, _sampled, []),
+    "trainer.val_weights": ("ema", _validated, []),
     "rollout.val_kwargs.seed": (5, _validated, []),
     "rollout.pipeline.negative_prompt": ("blurred", _sampled, ["rollout.pipeline.true_cfg_scale=2"]),
     "rollout.val_kwargs.pipeline.negative_prompt": (
@@ -187,7 +186,7 @@ SHOWN |= {
 def test_every_key_has_a_row_and_every_row_a_key():
     keys = {key for key, kind in known_keys().items() if is_section(kind) is None}
     read = [key for text in READERS.values() for key in text.split()]
-    rows = [*read, *SHOWN, *REFUSED, *PRESENTATION]
+    rows = [*read, *SHOWN, *PRESENTATION]
     assert sorted(rows) == sorted(keys)
 
 

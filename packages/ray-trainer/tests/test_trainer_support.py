@@ -5,12 +5,19 @@ from typing import get_args
 import pytest
 from ray_trainer.config import compose
 from ray_trainer.errors import TrainerError
+from ray_trainer.rules import check_rules
 from ray_trainer.validate import validate_config
 
 REFUSED = {
-    "model.lora_rank=0": "full fine-tuning",
-    "model.lora.merge=true": "nothing here sends merged weights",
-    "actor.fsdp_config.ema_decay=0.99": "no validation and no export reads the average",
+    "model={lora_rank: 0, lora: {merge: true}}": "there is no adapter for model.lora.merge",
+    "model={lora_rank: 0, lora_adapter_path: /tmp}": "there is no adapter for model.lora_adapter_path",
+    "actor.fsdp_config.ema_every=8": "ema_every is of the average that actor.fsdp_config.ema_decay keeps",
+    "actor.fsdp_config.ema_warmup=true": "ema_warmup is of the average",
+    "trainer.val_weights=ema": "trainer.val_weights=ema needs an average",
+    "actor.fsdp_config.state_offload=true": "policy states of a LoRA are adapters",
+    "actor.fsdp_config={sharding: replicate, mixed_precision: {param_dtype: bf16}}": "is done by sharded modules",
+    "rollout.sync=ray": "the trainers sample with their own weights and send none",
+    "rollout={sync: nccl, num_replicas: 2}": "an adapter is small and always goes by ray",
     "actor.fsdp_config.ulysses_sequence_parallel_size=2": "does not divide trainer.num_workers=1",
     "rollout.agent.default_agent_loop=my_loop": "neither one of diffusion_single_turn_agent",
     "rollout.vllm_omni.engine_kwargs={ulysses_degree: 2}": "sets ulysses_degree",
@@ -91,3 +98,22 @@ def test_the_words_are_those_of_the_engine():
     from fsdp_diffusers_engine import config, precision
 
     assert get_args(config.Dtype) == tuple(precision.DTYPES)
+
+
+FULL = {
+    "actor.fsdp_config.model_dtype=bf16": "an update is smaller than the steps of that dtype",
+    "actor.diffusion_loss.ref_kl_coef=0.1": r"keep a copy of it with model.policy_state_adapters=\[default,reference\]",
+    "rollout={backend: vllm_omni, fp8: true}": "the engine rounds its own when it starts",
+    "model.transformer_subfolder=transformer rollout.num_replicas=2": "replicas want the weights of all",
+    "actor.fsdp_config.ema_decay=0.9 trainer.val_weights=ema trainer.staleness=1 rollout.num_replicas=2": "after validation with",
+}
+
+
+@pytest.mark.parametrize("given", FULL)
+def test_what_full_weights_cannot_do_is_refused(given, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("base: builtin:tiny\nmodel: {lora_rank: 0}\n")
+    words = [given] if "{" in given else given.split(" ")
+    with pytest.raises(TrainerError, match=FULL[given]):
+        check_rules(compose("flowgrpo", recipe, words))
+    check_rules(compose("flowgrpo", recipe, []))

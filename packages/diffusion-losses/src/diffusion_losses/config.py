@@ -36,7 +36,7 @@ CLIP_SPACES, MASK_BOUNDARIES = get_args(ClipSpace), get_args(MaskBoundary)
 ADVANTAGE_MODES, NFT_FORMS, AWM_WEIGHTINGS = get_args(AdvantageMode), get_args(NFTForm), get_args(AWMWeighting)
 
 # Tensors that engine and trainer make for whoever reads them.
-MADE_BY_TRAINER = ("old_means", "old_velocity", "old_log_probs", "ref_means", "ref_velocity")
+MADE_BY_TRAINER = ("old_means", "old_velocity", "old_log_probs", "ref_means", "ref_velocity", "lag_velocity")
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ class DiffusionLossConfig:
     awm_advantage: AWMAdvantage = "raw"
     # "trajectory" is AWM's `sum_first`: one ratio per sample from the mean over its [B, W] noise levels.
     awm_ratio: RatioLevel = "step"
+    # AWM's `ema_beta`: weight of the mean squared distance to the velocity of a policy that lags behind.
+    lag_kl_coef: NotNegative = 0.0
 
     def __post_init__(self) -> None:
         for name in self.options:
@@ -114,6 +116,10 @@ class DiffusionLossConfig:
                 raise LossError(f"{name}={value!r} must be zero or a positive number; use 0 to switch it off")
             if get_origin(kind) is Annotated and kind is not NotNegative:
                 require_positive(name, value)
+        if self.lag_kl_coef > 0 and self.loss_mode != "awm":
+            raise LossError(
+                f"lag_kl_coef={self.lag_kl_coef!r} is AWM's, and loss_mode={self.loss_mode!r} does not read it; leave it at 0"
+            )
         if self.family != POLICY_GRADIENT and self.resolved_kl_kind != "velocity":
             raise LossError(
                 f"kl_kind={self.kl_kind!r} needs the transitions of a trajectory, which loss_mode={self.loss_mode!r} "

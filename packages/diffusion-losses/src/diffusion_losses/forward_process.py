@@ -7,7 +7,7 @@ They noise x0 themselves, x_t = (1 - t) x0 + t e, and look at the velocity v(x_t
                   NFT: x_t or noise; old_velocity (the sampling policy's)
                   AWM: noise (or target = noise - x0); old_velocity or old_log_probs
                   SFT: noise (or target = noise - x0); neither advantages nor rollout_weights
-                  ref_velocity when ref_kl_coef > 0; mask; rollout_weights
+                  ref_velocity when ref_kl_coef > 0; AWM: lag_velocity when lag_kl_coef > 0; mask; rollout_weights
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def awm_loss(config: DiffusionLossConfig, model_output: Source, data: Source) ->
     both policies.
 
     The old policy enters as `data["old_velocity"]`, or as `data["old_log_probs"]` from `matching_log_prob` with the
-    same noise.
+    same noise. `lag_kl_coef` adds its code's pull to an average of the policy (`ema_beta` there).
     """
     batch, mode = _Forward.read(config, model_output, data), config.loss_mode
     target = regression_target(data, mode, batch.velocity, batch.sigma.shape)
@@ -292,6 +292,9 @@ def _finish(
     weights = lookup(data, "rollout_weights")
     if weights is not None:
         policy = policy * per_step("data['rollout_weights']", weights, batch.sigma.shape, batch.sigma).detach()
+    if config.lag_kl_coef > 0:
+        lag = velocity_kl(batch.velocity, batch.latents(data, "lag_velocity", config.loss_mode), dims=batch.sigma.ndim)
+        policy, means = policy + config.lag_kl_coef * lag, {**means, "actor/lag_kl": lag}
     kl = None
     if config.ref_kl_coef > 0:
         kl = velocity_kl(batch.velocity, batch.latents(data, "ref_velocity", config.loss_mode), dims=batch.sigma.ndim)

@@ -36,7 +36,8 @@ class LoRAOptions:
     """How an adapter leaves the trainer."""
 
     merge: bool = False
-    """`get_per_tensor_param` sends full weights with the adapter folded in (and no adapter config) when true."""
+    """What samples is the weights with the adapter folded in, W + (alpha / r) B A, and no adapter beside them. Training stays a
+    LoRA's."""
 
 
 @dataclass
@@ -117,8 +118,11 @@ class FSDPEngineConfig:
     """FSDP2's own CPU offload: shards and optimizer live on the CPU, blocks visit the device. Needs sharding."""
     param_offload: bool = False
     """Move parameters to the CPU outside `train_mode` / `eval_mode`: makes room for a rollout on the same card."""
-    optimizer_offload: bool = False
-    """Keep the optimizer's state on the CPU outside `train_mode`."""
+    optimizer_offload: bool | None = None
+    """Keep the optimizer's state on the CPU outside `train_mode`. None does not; the programs decide it by their sums."""
+    state_offload: bool | None = None
+    """Keep the policy states of a full fine-tuning (reference, old, ema: copies of all weights) on the CPU; one that is used
+    changes places with the trained weights for that time. None does not; the programs decide it by their sums."""
     activation_offload: bool = False
     """Keep the activations saved for backward (block inputs, or all of them without checkpointing) in pinned CPU memory."""
     ulysses_sequence_parallel_size: Annotated[int, Interval(ge=1, le=1024)] = 1
@@ -128,7 +132,12 @@ class FSDPEngineConfig:
     full_determinism: bool = False
     """Bitwise equal steps on a GPU, for the whole process, with kernels that may be slower. A CPU needs no such thing."""
     ema_decay: BelowOne = 0.0
-    """Above 0, an exponential average of the trained weights is kept as the policy state `ema`."""
+    """Above 0, an exponential average of the trained weights is kept as the policy state `ema`: ema ← d·ema + (1 - d)·trained."""
+    ema_every: Count = 1
+    """Optimizer steps between two updates of that average."""
+    ema_warmup: bool = False
+    """d = min((1 + n) / (10 + n), ema_decay) after n optimizer steps, as flow_grpo and DiffusionNFT average: the first weights are
+    soon forgotten. False: d = ema_decay from the start."""
     timeout_s: Annotated[float, Interval(gt=0, le=1e7)] = 600.0
     """Deadline of a collective in a group that the engine starts; a dead rank ends the others within it."""
     peak_tflops: Annotated[float, Interval(gt=0, le=1e9)] | None = None

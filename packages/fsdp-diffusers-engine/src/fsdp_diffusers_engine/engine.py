@@ -135,12 +135,13 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
         if self.lora and config.lora_adapter_path:
             weights.warm_start(module, config, self.spec.lora_names)
         if not self.lora:
-            self.states = WeightStates(self.trainable, self._state_names(), lambda: reshard(module))
+            kept_on = torch.device("cpu") if engine.state_offload else None
+            self.states = WeightStates(self.trainable, self._state_names(), lambda: reshard(module), kept_on)
         self.optimizer = optim.build_optimizer(self.trainable.values(), self.optimizer_config)
         self.lr_scheduler = optim.LRSchedule(self.optimizer, self.optimizer_config)
         self.optimizer_steps = self.skipped_steps = self.empty_steps = 0
         self._initialized = True
-        self.to("cpu", model=engine.param_offload, optimizer=engine.optimizer_offload, grad=engine.param_offload)
+        self.to("cpu", model=engine.param_offload, optimizer=bool(engine.optimizer_offload), grad=engine.param_offload)
 
     def _configure(self, module: Any) -> None:
         if self.model_config.attn_backend:
@@ -196,13 +197,15 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
 
     def _mode(self, train: bool) -> Iterator[None]:
         engine = self.engine_config
-        self.to("device", model=engine.param_offload, optimizer=train and engine.optimizer_offload, grad=train)
+        self.to("device", model=engine.param_offload, optimizer=train and bool(engine.optimizer_offload), grad=train)
         self.module.train(train)
         try:
             yield
         finally:
             self.module.eval()
-            self.to("cpu", model=engine.param_offload, optimizer=engine.optimizer_offload, grad=engine.param_offload)
+            self.to(
+                "cpu", model=engine.param_offload, optimizer=bool(engine.optimizer_offload), grad=engine.param_offload
+            )
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move by hand, whatever the offload settings say. `device`: `"cpu"`, or `"device"` for the engine's."""
@@ -333,9 +336,15 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
                 optim.scale_gradients(parameters, norm, self.optimizer_config.clip_grad)
             self.optimizer.step()
             self.optimizer_steps += 1
-            if self.engine_config.ema_decay > 0:
-                self.ema_update_adapter(adapters.TRAINED, adapters.EMA, self.engine_config.ema_decay)
+            self._average()
             return value
+
+    def _average(self) -> None:
+        """Let the state `ema` follow after an optimizer step."""
+        engine, n = self.engine_config, self.optimizer_steps
+        if engine.ema_decay > 0 and n % engine.ema_every == 0:
+            decay = min((1 + n) / (10 + n), engine.ema_decay) if engine.ema_warmup else engine.ema_decay
+            self.ema_update_adapter(adapters.TRAINED, adapters.EMA, decay)
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule; returns the learning rate of the next optimizer step."""
@@ -368,12 +377,16 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
                     version = self.optimizer_steps
                     weights.export_lora(self.module, folder / "lora", self.spec.lora_names, version, write=rank == 0)
                 if "hf_model" in contents:
-                    kind, parts = self.spec.transformer_class, self._parts()
-                    target = folder / "hf_model"
-                    weights.export_transformer(self.module, self.lora, kind, parts, target, write=rank == 0)
+                    self.export_transformer(folder / "hf_model")
                 if rank == 0:
                     checkpoint.write_record(folder, self._record(global_step, contents, len(tensors)))
             return path
+
+    def export_transformer(self, folder: Path) -> Path:
+        """Write the whole transformer of the active policy state, an adapter folded in, as `from_pretrained` loads it."""
+        kind, parts, write = self.spec.transformer_class, self._parts(), self.layout.rank == 0
+        weights.export_transformer(self.module, self.lora, kind, parts, folder, write=write)
+        return folder
 
     def load_checkpoint(self, local_path: str | Path) -> int:
         """Restore a checkpoint, saved by any number of ranks; returns its `global_step`."""

@@ -147,9 +147,11 @@ class ForwardProcess(Objective):
     def others(
         self, policy: Policy, micro_batch: Mapping[str, Any], step: int, config: DiffusionLossConfig
     ) -> dict[str, Tensor]:
-        """Velocities of the old and the reference policy, as far as the loss reads them."""
+        """Velocities of the old or lagging policy and the reference, as far as the loss reads them."""
         wanted = {"ref_velocity": self.config.reference_state} if config.needs_reference else {}
-        if config.needs_old_velocity and "old" in policy.model_config.policy_state_adapters:
+        if config.lag_kl_coef > 0:  # then `old` lags behind, and the policy that sampled is the present one
+            wanted = {"lag_velocity": "old", **wanted}
+        elif config.needs_old_velocity and "old" in policy.model_config.policy_state_adapters:
             wanted = {"old_velocity": "old", **wanted}
         inputs, found = self.inputs(policy, micro_batch, step), dict[str, Tensor]()
         for state in dict.fromkeys(wanted.values()):

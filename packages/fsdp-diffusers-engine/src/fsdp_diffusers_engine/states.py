@@ -25,13 +25,20 @@ class WeightStates:
         parameters: name → trained parameter; shards stay shards.
         names: states to keep, each a copy of the present weights.
         before_change: called before weights change, to drop gathered copies of them.
+        device: where the copies wait; None: beside the parameters.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], names: list[str], before_change: Callable[[], None]):
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        names: list[str],
+        before_change: Callable[[], None],
+        device: torch.device | None = None,
+    ):
         self.parameters = dict(parameters)
         self.before_change = before_change
         self.copies: dict[str, dict[str, Tensor]] = {
-            state: {name: p.detach().clone() for name, p in self.parameters.items()} for state in names
+            state: {name: p.detach().to(device, copy=True) for name, p in self.parameters.items()} for state in names
         }
         self.active: str | None = None
 
@@ -86,7 +93,7 @@ class WeightStates:
             if decay == 0.0:
                 ours.copy_(theirs)
             else:
-                ours.lerp_(theirs.to(ours.dtype), 1.0 - decay)
+                ours.lerp_(theirs.to(ours), 1.0 - decay)
 
     def _tensors(self, name: str) -> Mapping[str, Tensor]:
         return self.parameters if name == "default" else self.copy_of(name)

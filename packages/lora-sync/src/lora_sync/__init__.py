@@ -29,12 +29,15 @@ from .receipt import LoRAReceipt, verify
 from .vllm import to_vllm
 from .weights import (
     WeightBucket,
+    WeightLoader,
     WeightReceipt,
+    WeightStream,
     base_weights,
     buckets,
     load_named,
     load_weights,
     stream_weights,
+    verify_weights,
     weights_complete,
 )
 
@@ -56,7 +59,9 @@ __all__ = [
     "TransportTimeoutError",
     "TruncatedPayloadError",
     "WeightBucket",
+    "WeightLoader",
     "WeightReceipt",
+    "WeightStream",
     "WrongBaseError",
     "applied_version",
     "apply_lora",
@@ -76,5 +81,6 @@ __all__ = [
     "to_vllm",
     "use_adapter",
     "verify",
+    "verify_weights",
     "weights_complete",
 ]

@@ -68,6 +68,11 @@ def added_sums(sums: Iterable[str]) -> str:
     return f"{sum(int(count) for count, _ in pairs)}:{sum(int(value, 16) for _, value in pairs) % 2**64:016x}"
 
 
+def value_sum(tensors: Iterable[Tensor]) -> str:
+    """`content_sum` of the values in float32: the same for a receiver that holds them in a wider dtype than they came in."""
+    return content_sum(tensor.detach().float() for tensor in tensors)
+
+
 def module_sum(module: nn.Module) -> str:
-    """`content_sum` of a module's base parameters; adapters do not change it. A collective when it is sharded."""
-    return content_sum(full(parameter) for parameter in base_parameters(module).values())
+    """`value_sum` of a module's base parameters; adapters do not change it. A collective when it is sharded."""
+    return value_sum(full(parameter) for parameter in base_parameters(module).values())

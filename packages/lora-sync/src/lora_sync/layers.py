@@ -6,7 +6,7 @@ Wrappers add segments of their own to module names. A layer's neutral name is th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -170,3 +170,13 @@ def copy_into(target: Tensor, source: Tensor) -> None:
     """Write a full tensor into a parameter, this rank's part of it when the parameter is sharded."""
     with torch.no_grad():
         local(target).copy_(source[local_slices(target)] if is_sharded(target) else source)
+
+
+def exchange(targets: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> None:
+    """Let `copies` and the parameters of those names change places, this rank's elements; storage stays, on whatever devices."""
+    with torch.no_grad():
+        for name, copy in copies.items():
+            ours, theirs = local(targets[name]), local(copy)
+            kept = ours.clone()
+            ours.copy_(theirs)
+            theirs.copy_(kept)

@@ -11,13 +11,14 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from lora_sync import WeightReceipt
+from lora_sync import WeightBucket, WeightReceipt
 from torch import Tensor
 
 from .samples import Chunk
 from .types import GenerationRequest
 
 if TYPE_CHECKING:
+    from lora_sync.transport import Link
     from tensordict import TensorDict
 
 
@@ -63,6 +64,14 @@ class RolloutBackend(Protocol):
 
     def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
         """Replace transformer weights by name; raises `SyncError` unless every tensor was sent and bound."""
+        ...
+
+    def update_weights_bucket(self, bucket: WeightBucket) -> WeightReceipt | None:
+        """The same, a message of `lora_sync.WeightStream` at a time; the receipt comes with the last."""
+        ...
+
+    def receive_weights(self, link: Link, number: int) -> WeightReceipt:
+        """The same, as receiver `number` of what a trainer sends through a link."""
         ...
 
     def sleep(self) -> None:

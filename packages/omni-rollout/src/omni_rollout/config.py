@@ -186,6 +186,10 @@ class DiffusionRolloutConfig(Checked):
     """How replicas spread over the nodes of a cluster: pack (fill one node first) or spread."""
     architecture: str | None = None
     """Name or "module:Class" of the model's spec, for replicas; None reads it from the model's folder."""
+    sync: Literal["auto", "ray", "shared_memory", "nccl"] = "auto"
+    """How full or merged weights travel to replicas. ray: through its object store, to any machine; shared_memory: to processes of
+    this one; nccl: broadcast between cards (over gloo where all are CPUs). auto: shared_memory where all replicas are on the
+    trainer's machine, else ray. An adapter always goes by ray, and weights that are shared go nowhere."""
     device: str = "cpu"
     """Device of replicas with weights of their own in the diffusers backend; one that shares them lives where they are."""
     rollout_adapter: str = "default"

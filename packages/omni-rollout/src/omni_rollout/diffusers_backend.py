@@ -11,18 +11,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lora_sync import WeightReceipt
+from lora_sync import WeightBucket, WeightReceipt, stream_weights
+from lora_sync.transport import Link
 from sde_samplers import SamplerSettings, SigmaSchedule, Trajectory, from_diffusers, rollout, thin_tail
 from torch import Tensor, nn
 
 from .backend import Health
 from .batching import plan_batches
 from .counting import counted_rows
-from .errors import AbortedError, RolloutConfigError
+from .errors import AbortedError, RolloutConfigError, SyncError
 from .fp8 import fp8_weights
 from .lifecycle import Lifecycle
 from .module_weights import AdapterContext, ModuleWeights
@@ -74,6 +75,7 @@ class DiffusersBackend:
         self.shares_weights, self.sharers = shares_weights, sharers
         self.fp8 = fp8
         self._weights = ModuleWeights(transformer, shared=shares_weights, adapter_ctx=adapter_ctx)
+        self._stream = ExitStack()
         self._schedules: dict[tuple[int, ...], SigmaSchedule] = {}
         self._aborted: set[str] = set()
         self._running: set[str] = set()
@@ -252,8 +254,40 @@ class DiffusersBackend:
 
     def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
         """Replace transformer weights by name. Every tensor sent must find its parameter."""
+        return self._received(stream_weights(named, version=version))
+
+    def update_weights_bucket(self, bucket: WeightBucket) -> WeightReceipt | None:
+        """One message of a full update; the receipt comes with the last. Generation is refused in between."""
+        if bucket.index == 0:
+            self._stream = ExitStack()
+            self._stream.enter_context(self.lifecycle.syncing(bucket.version, full=True))
+        try:
+            with self._timed("sync"):
+                receipt = self._weights.take(bucket)
+        except BaseException as error:
+            self._stream.__exit__(type(error), error, error.__traceback__)
+            raise
+        if receipt is not None:
+            self._stream.close()
+        return receipt
+
+    def receive_weights(self, link: Link, number: int) -> WeightReceipt:
+        """A full update that a trainer sends through `link`, to receiver `number` of it."""
+        with link.receiver(number, self.device) as transport:
+            return self._received(iter(transport.receive, None))  # type: ignore[arg-type]
+
+    def _received(self, stream: Iterable[WeightBucket]) -> WeightReceipt:
+        for bucket in stream:
+            if receipt := self.update_weights_bucket(bucket):
+                return receipt
+        raise SyncError("full weights: the stream ended without its last message; send it again.")
+
+    def hold_weights(
+        self, named: Iterable[tuple[str, Tensor]], version: int, adapter: str = "default", *, fold: bool = False
+    ) -> WeightReceipt:
+        """Prove that the trainer's own module samples with these weights; see `ModuleWeights.hold`."""
         with self.lifecycle.syncing(version, full=True), self._timed("sync"):
-            return self._weights.replace(named, version)
+            return self._weights.hold(named, version, adapter, fold=fold)
 
     # ------------------------------------------------------------------------------------------------- lifecycle
 

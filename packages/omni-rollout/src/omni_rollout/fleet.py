@@ -10,21 +10,17 @@ A replica that is replaced gets the newest adapters before it takes a request, s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
-
-from lora_sync import WeightReceipt
-from torch import Tensor
 
 from .backend import RolloutBackend
 from .config import DiffusionRolloutConfig
-from .errors import RolloutConfigError
 from .placement import Node, assign, cluster_nodes, import_ray, on_node
 from .remote import ASIDE
 from .replica import DiffusersReplica, Replica
 from .router import Router
 
-Resync = Callable[[Replica], Awaitable[None]]
+Send = Callable[[Sequence[Replica]], Awaitable[None]]
 
 
 class Fleet:
@@ -33,15 +29,12 @@ class Fleet:
     Args:
         config: the rollout configuration.
         path: diffusers pipeline folder; one for all nodes, or by node id.
-        resync: brings a new replica to the newest base weights; needed where base weights are trained.
     """
 
-    def __init__(
-        self, config: DiffusionRolloutConfig, path: str | Mapping[str, str], resync: Resync | None = None
-    ) -> None:
+    def __init__(self, config: DiffusionRolloutConfig, path: str | Mapping[str, str]) -> None:
         self.config, self.path = config, path
         self.router: Router
-        self._resync = resync
+        self._send: Send | None = None
         self._payloads: dict[str, tuple[Any, Any]] = {}
         self._base_syncs = 0
         self._asleep = False
@@ -54,13 +47,12 @@ class Fleet:
         path: str | Mapping[str, str],
         *,
         cpus: float = 1.0,
-        resync: Resync | None = None,
         beside: Sequence[tuple[str, str]] | None = None,
     ) -> Fleet:
         """Start `config.num_replicas` replicas, or as many as find a GPU.
 
         Args:
-            config, path, resync: as for the constructor.
+            config, path: as for the constructor.
             cpus: CPU cores that Ray reserves for each replica.
             beside: (node id, GPU id) of GPUs that trainers hold already. Replicas then share them: they reserve no GPU in
                 Ray, and each is given the next ones of a node, in order. None: GPUs of their own, placed by
@@ -69,7 +61,7 @@ class Fleet:
         Raises:
             RolloutConfigError: at once, when they do not fit, with what is missing.
         """
-        fleet = cls(config, path, resync)
+        fleet = cls(config, path)
         fleet._cpus = cpus
         fleet._places = assign(
             cluster_nodes(),
@@ -140,12 +132,9 @@ class Fleet:
         base, bound = 0, dict[str, Any]()
         while True:
             if base != self._base_syncs:
-                if self._resync is None:
-                    raise RolloutConfigError(
-                        "base weights were synced before, so a new replica needs them too: launch the fleet with `resync`."
-                    )
                 base = self._base_syncs
-                await self._resync(replica)
+                assert self._send is not None
+                await self._send([replica])
                 continue
             missing = [item for item in self._payloads.items() if bound.get(item[0]) is not item[1]]
             if missing:
@@ -187,15 +176,24 @@ class Fleet:
         finally:
             self.router.admit()
 
-    async def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> list[WeightReceipt]:
-        """Every replica gets the full weights. `named` is read once and kept for the replicas that come after the first."""
+    async def update_weights(self, send: Send) -> None:
+        """Every replica gets full weights between two requests, never during one.
+
+        Args:
+            send: gives them to some replicas and checks their receipts. It is kept for those that are started again later.
+        """
         await self.router.drain()
         try:
             self._base_syncs += 1
-            weights = list(named)
-            return [await replica.update_weights(weights, version) for replica in self.router.living()]
+            self._send = send
+            await send(self.router.living())
         finally:
             self.router.admit()
+
+    @property
+    def nodes(self) -> set[str]:
+        """Ray's ids of the nodes that the replicas are on."""
+        return {node.node_id for node, _ in self._places}
 
     async def sleep(self) -> None:
         """Finish what is in flight, then give the GPUs back; requests wait until `wake_up`."""

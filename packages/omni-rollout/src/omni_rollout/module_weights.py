@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from lora_sync import LoRAReceipt, LoRASyncError, WeightReceipt, apply_lora, extract_lora, load_named, use_adapter
-from lora_sync.checksum import module_sum
+from lora_sync import (
+    LoRAReceipt,
+    LoRASyncError,
+    WeightBucket,
+    WeightLoader,
+    WeightReceipt,
+    apply_lora,
+    extract_lora,
+    use_adapter,
+)
+from lora_sync.checksum import added_sums, module_sum, value_sum
 from lora_sync.fingerprint import check_base
-from lora_sync.layers import layers_of
+from lora_sync.layers import base_name, base_parameters, exchange, layers_of, local, local_slices, reshard
 from torch import Tensor, nn
 
 from .errors import RolloutConfigError, SyncError
@@ -32,12 +41,16 @@ class ModuleWeights:
         self._adapters: set[str] = set()
         self._wrapped = False  # LoRA layers stay in the module once they are there
         self._base_checked = False  # of a shared module; `apply_lora` sees to the others
+        self._folded: dict[str, dict[str, Tensor]] = {}
+        self._loader: WeightLoader | None = None
 
     def using(self, adapter: str) -> AbstractContextManager[Any]:
         """Inside the block this adapter samples. "default" is the base while none was sent.
 
         Raises `RolloutConfigError` for an adapter that is not here.
         """
+        if adapter in self._folded:
+            return self._merged(self._folded[adapter])
         if self._adapter_ctx is not None:
             return self._adapter_ctx(adapter)
         if adapter in self._adapters:
@@ -85,12 +98,61 @@ class ModuleWeights:
         getattr(self.module, "peft_config", {}).pop(adapter, None)
         self._adapters.discard(adapter)
 
-    def replace(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
-        """Replace all weights by name, with or without LoRA layers around them; see `lora_sync.load_named`.
+    @contextmanager
+    def _merged(self, weights: dict[str, Tensor]) -> Iterator[None]:
+        """Sample with these weights in their places, and with no adapter."""
+        assert self._adapter_ctx is not None
+        with self._adapter_ctx("reference"):
+            self._exchange(weights)
+            try:
+                yield
+            finally:
+                self._exchange(weights)
+
+    def _exchange(self, weights: dict[str, Tensor]) -> None:
+        reshard(self.module)
+        exchange(base_parameters(self.module), weights)
+
+    def hold(self, named: Iterable[tuple[str, Tensor]], version: int, adapter: str, *, fold: bool) -> WeightReceipt:
+        """Prove that the shared module samples with these weights for `adapter`.
+
+        Args:
+            named: all weights of the trainer's policy state, as whole tensors.
+            version: of them.
+            adapter: which policy state that is.
+            fold: they are a LoRA's base with the adapter folded in. The layers that differ by it are kept here and change places
+                with the module's own while it samples.
+
+        Raises `SyncError` where the module's checksum is not that of what was given.
+        """
+        adapted = set(layers_of(self.module, adapter)) if fold else set()
+        targets, kept, sums, count = base_parameters(self.module), dict[str, Tensor](), [], 0
+        for name, value in named:
+            base = base_name(name)
+            if base.removesuffix(".weight") in adapted and base.endswith(".weight"):
+                kept[base] = value[local_slices(targets[base])].to(local(targets[base]).device, copy=True)
+            sums.append(value_sum([value]))
+            count += 1
+        if fold:
+            self._folded[adapter] = kept
+        with self.using(adapter):
+            held = module_sum(self.module)
+        sent = added_sums(sums)
+        if (held, count) != (sent, len(targets)):
+            raise SyncError(
+                f"The shared module's weights for {adapter!r} are {len(targets)} tensors of sum {held}, the trainer's {count} of "
+                f"sum {sent}: this backend does not hold what was sent. Hand it the trainer's own module."
+            )
+        return WeightReceipt(version, count, held)
+
+    def take(self, bucket: WeightBucket) -> WeightReceipt | None:
+        """The next message of a stream of all weights, with or without LoRA layers around them; a receipt after the last.
 
         Raises `SyncError` unless every weight was sent exactly once and found its place.
         """
+        if bucket.index == 0 or self._loader is None:
+            self._loader = WeightLoader(self.module)
         try:
-            return WeightReceipt(version, load_named(self.module, named), module_sum(self.module))
+            return self._loader.take(bucket)
         except LoRASyncError as error:
-            raise SyncError(f"full weights, version {version}: {error}") from error
+            raise SyncError(f"full weights, version {bucket.version}: {error}") from error

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from lora_sync import WeightReceipt
+from lora_sync import WeightReceipt, stream_weights
 from torch import Tensor
 
 from .backend import Health, RolloutBackend
@@ -16,6 +16,7 @@ from .remote import Remote
 from .types import GenerationRequest
 
 if TYPE_CHECKING:
+    from lora_sync.transport import Link
     from tensordict import TensorDict
 
 
@@ -57,9 +58,20 @@ class Replica(ABC):
         """Bind a `LoRAPayload`, or the one that a Ray reference stands for; returns its `LoRAReceipt`."""
         return await self.backend.call(RolloutBackend.update_lora, payload, adapter)
 
-    @abstractmethod
     async def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
-        """Replace all transformer weights."""
+        """Replace all transformer weights by tensors of this process, bucket by bucket."""
+        for bucket in stream_weights(named, version=version):
+            receipt = await self.update_weights_bucket(bucket)
+        assert receipt is not None  # of the last one
+        return receipt
+
+    async def update_weights_bucket(self, bucket: Any) -> WeightReceipt | None:
+        """One `WeightBucket` of all transformer weights, or the one that a Ray reference stands for; a receipt after the last."""
+        return await self.backend.call(RolloutBackend.update_weights_bucket, bucket)
+
+    async def receive_weights(self, link: Link, number: int) -> WeightReceipt:
+        """All transformer weights, through a link to the trainer."""
+        return await self.backend.call(RolloutBackend.receive_weights, link, number)
 
     async def sleep(self) -> None:
         """Give the device's memory back."""
@@ -89,10 +101,6 @@ class DiffusersReplica(Replica):
         if batch_size < 1:
             raise RolloutConfigError(f"batch_size={batch_size!r} must be at least 1.")
         self.remote, self.batch_size, self.name = Remote(actor, name), batch_size, name
-
-    async def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
-        """Replace all transformer weights, in one call."""
-        return await self.backend.call(RolloutBackend.update_weights, list(named), version)
 
     async def close(self) -> None:
         """End the process."""

@@ -44,7 +44,7 @@ class Needs:
     base: float
     """Transformer, in the dtype that it is stored in."""
     trained: float
-    """Adapters with gradient and AdamW's moments."""
+    """Adapters, with their states, gradient and AdamW's moments; of a full fine-tuning, gradient and moments of all weights."""
     encoders: float
     """Text encoders and VAE."""
     update: float
@@ -55,6 +55,14 @@ class Needs:
     """Of the transformer: units that are gathered one by one."""
     heads: int | None = None
     """Of its attention; a tensor-parallel size must divide them."""
+    states: float = 0.0
+    """Copies of all weights that a full fine-tuning compares with: reference, old, ema."""
+    moments: float = 0.0
+    """AdamW's, which are among `trained`."""
+    merged: float = 0.0
+    """Second copies of the adapted layers, where the trainer samples with merged weights."""
+    gathered: float = 0.0
+    """Of the transformer in the dtype that it computes in."""
 
 
 def text_bound(config: RunConfig) -> int:
@@ -88,15 +96,22 @@ def measure(folder: Path, config: RunConfig, text: int) -> Needs:
     layers = {name: s for name, s in shapes[0].items() if len(s) == 2 and _BLOCK.match(name)}
     blocks = len({m[1] for name in layers if (m := _BLOCK.match(name))})
     spec = get_spec_for(folder, model.architecture)
-    adapters = 0
+    adapters, wrapped = 0, 0
     for part in shapes:
         linear = linear_layers(part)
         target = resolve_targets(list(linear), model, spec)
-        adapters += sum(
-            model.lora_rank * sum(linear[name]) for name in adapted(list(linear), target, model.exclude_modules)
-        )
-    states = len(set(model.policy_state_adapters) - {"default", "reference"}) + (actor.fsdp_config.ema_decay > 0)
-    trained = adapters * _BYTES[model.lora_dtype] * (4 + states) if model.lora_rank else base * (3 + states)
+        names = adapted(list(linear), target, model.exclude_modules)
+        adapters += sum(model.lora_rank * sum(linear[name]) for name in names)
+        wrapped += sum(math.prod(linear[name]) for name in names)
+    full, ema = model.lora_rank == 0, actor.fsdp_config.ema_decay > 0
+    # Without an adapter to switch off, a reference is a copy too.
+    policies = {*model.policy_state_adapters, *(["ema"] if ema else [])}
+    states = len(policies - ({"default"} if full else {"default", "reference"}))
+    weights = base if full else adapters * _BYTES[model.lora_dtype]
+    trained = weights * 3 if full else weights * (4 + states)
+    merged = wrapped * base / count * len(config.sampling_adapters) if config.sync_mode == "merged" else 0.0
+    mixed = actor.fsdp_config.mixed_precision
+    computed = count * _BYTES[mixed.param_dtype] if mixed else base
     encoders = sum(
         math.prod(shape)
         for part in named
@@ -114,7 +129,19 @@ def measure(folder: Path, config: RunConfig, text: int) -> Needs:
     engine = config.rollout.backend == "vllm_omni"
     batch = config.rollout.vllm_omni.max_num_seqs if engine else config.rollout.max_batch_size
     heads = attention_heads(folder)
-    return Needs(base, trained, encoders * dtype, update, batch * row * KEPT, blocks, heads)
+    return Needs(
+        base,
+        trained,
+        encoders * dtype,
+        update,
+        batch * row * KEPT,
+        blocks,
+        heads,
+        states=base * states if full else 0.0,
+        moments=2 * weights,
+        merged=merged if config.shares_weights else 0.0,
+        gathered=computed,
+    )
 
 
 def attention_heads(folder: Path) -> int | None:
@@ -174,6 +201,10 @@ class Placement:
     """GPUs of one of them."""
     beside: bool = False
     """Whether they share the trainers' GPUs."""
+    state_offload: bool = False
+    """Whether the copies that a full fine-tuning compares with wait on the CPU."""
+    optimizer_offload: bool = False
+    """Whether AdamW's moments wait there while samples are drawn."""
     lines: tuple[str, ...] = ()
     """What to tell a person."""
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -209,8 +240,15 @@ def place(config: RunConfig, machines: Sequence[Machine], needs: Needs | None, c
                 "rollout.num_replicas and rollout.vllm_omni.tensor_model_parallel_size at null"
             )
             continue
+        if rollout.sync == "nccl" and (beside or split > 1):
+            raise TrainerError(
+                "rollout.sync=nccl joins one card of a trainer with one of each replica, and here replicas "
+                + (f"take {split} GPUs each" if split > 1 else "share the trainers' GPUs")
+                + "; use rollout.sync=auto, or more GPUs"
+            )
         options += [
-            Placement(sharding, size if sharding == "shard" else -1, engines, split or 1, beside)
+            Placement(sharding, size if sharding == "shard" else -1, engines, split or 1, beside, *offload)
+            for offload in _offloads(config, needs)
             for sharding in _kinds(config, size)
         ]
     if not options:
@@ -229,7 +267,7 @@ def place(config: RunConfig, machines: Sequence[Machine], needs: Needs | None, c
             + ("" if config.shares_weights else ", or rollout.num_replicas")
         )
     if needs and needs.base > GB / 2:
-        shown = [o for o in options if (o.engines, o.tensor_parallel) == (chosen.engines, chosen.tensor_parallel)]
+        shown = [o for o in options if replace(o, sharding=chosen.sharding, fsdp_size=chosen.fsdp_size) == chosen]
         lines += _table(config, needs, shown, usable, card)
         if totals[number] > usable:
             lines.append(
@@ -250,9 +288,23 @@ def _kinds(config: RunConfig, size: int) -> list[Sharding]:
         )
     if fsdp.sharding != "auto":
         return [fsdp.sharding]
-    if fsdp.offload_policy or fsdp.fsdp_size != -1:
+    if fsdp.offload_policy or fsdp.fsdp_size != -1 or fsdp.mixed_precision is not None:
         return ["shard"]
+    if config.model.lora_rank == 0 and size > 1:
+        return ["shard"]  # whole copies would send all gradients, from a second copy of them
     return ["replicate"] if size == 1 else ["replicate", "shard"]
+
+
+def _offloads(config: RunConfig, needs: Needs | None) -> list[tuple[bool, bool]]:
+    """(policy states, moments) on the CPU: what to consider, the faster first. A key that says it leaves no choice."""
+    fsdp = config.actor.fsdp_config
+    states = [False, True] if needs and needs.states else [False]
+    moments = [False, True] if config.model.lora_rank == 0 else [False]
+    return [
+        (state, moment)
+        for moment in (moments if fsdp.optimizer_offload is None else [fsdp.optimizer_offload])
+        for state in (states if fsdp.state_offload is None else [fsdp.state_offload])
+    ]
 
 
 NODE_GPUS = 8
@@ -330,11 +382,18 @@ def _tensor_sizes(config: RunConfig, machines: Sequence[Machine], needs: Needs |
 def _rows(config: RunConfig, needs: Needs, option: Placement) -> dict[str, float]:
     """Bytes on a trainer's card, or on an engine's own where that needs more, by what they are for."""
     share = option.fsdp_size if option.sharding == "shard" else 1
-    gathered = 2 * needs.base / max(needs.blocks, 1) if share > 1 else 0.0
-    engine = needs.base / option.tensor_parallel + needs.encoders + needs.rollout
-    rows = {"transformer": needs.base / share + gathered, "adapters, gradient, optimizer": needs.trained / share}
+    gathered = 2 * (needs.gathered or needs.base) / max(needs.blocks, 1) if option.sharding == "shard" else 0.0
+    drawn = needs.base * _BYTES[config.rollout.dtype] / _BYTES[config.actor.fsdp_config.model_dtype]
+    engine = drawn / option.tensor_parallel + needs.encoders + needs.rollout
+    trained = "adapters, gradient, optimizer" if config.model.lora_rank else "gradient, optimizer"
+    rows = {"transformer": needs.base / share + gathered, trained: needs.trained / share}
+    if needs.states and not option.state_offload:
+        rows["copies of it (policy states)"] = needs.states / share
+    if needs.merged:
+        rows["merged layers to sample with"] = needs.merged / share
     if config.shares_weights:
-        rows |= {"text encoder, VAE": needs.encoders, "activations": max(needs.update, needs.rollout)}
+        away = needs.moments / share if option.optimizer_offload else 0.0
+        rows |= {"text encoder, VAE": needs.encoders, "activations": max(needs.update, needs.rollout - away)}
     elif option.beside:
         sleeps = config.rollout.backend == "vllm_omni" and config.rollout.vllm_omni.enable_sleep_mode
         both = max(engine, needs.update) if sleeps else engine + needs.update
@@ -351,6 +410,11 @@ def _describe(config: RunConfig, chosen: Placement) -> str:
     ranks, size = config.trainer.num_workers, chosen.fsdp_size
     how = "a whole copy each" if chosen.sharding == "replicate" else f"one copy for each {size}"
     how = how if ranks > 1 else how.removesuffix(" each")
+    waits = [
+        ("policy states", chosen.state_offload),
+        ("AdamW's moments, while samples are drawn,", chosen.optimizer_offload),
+    ]
+    how += "".join(f", {what} on the CPU" for what, away in waits if away)
     text = f"placement: {ranks} training process{'es' if ranks > 1 else ''}, {how} (sharding={chosen.sharding})"
     if not chosen.engines:
         return f"{text}; they sample themselves"

@@ -32,6 +32,7 @@ from .values import Reference, convert, dump, expand, free, is_section, parse_ya
 Thousands = Annotated[int, Interval(ge=1, le=10_000)]
 Weight = Annotated[float, Interval(ge=-1e9, le=1e9)]
 Share = Annotated[float, Interval(ge=0, le=1)]
+SyncMode = Literal["lora", "merged", "full"]
 
 
 @dataclass
@@ -174,6 +175,8 @@ class LoopConfig:
     """1: the samples of step n + 1 are drawn and scored while step n is trained, by the policy from before that update."""
     val_before_train: bool = True
     val_every: CountOrZero = 50
+    val_weights: Literal["trained", "ema"] = "trained"
+    """What validation draws with: trained, or ema, the average that `actor.fsdp_config.ema_decay` keeps."""
     save_every: CountOrZero = 20
     keep_checkpoints: Count = 2
     run_dir: str = ""
@@ -247,9 +250,21 @@ class RunConfig:
         return 2 if self.actor.diffusion_loss.spec.paired else 1
 
     @property
+    def sync_mode(self) -> SyncMode:
+        """What goes to whatever samples: the adapter, all weights with the adapter folded in, or all weights."""
+        if self.model.lora_rank == 0:
+            return "full"
+        return "merged" if self.model.lora.merge else "lora"
+
+    @property
+    def val_adapter(self) -> str:
+        """Policy state that validation draws with."""
+        return "ema" if self.trainer.val_weights == "ema" else "default"
+
+    @property
     def sampling_adapters(self) -> tuple[str, ...]:
-        """Policy states that samplers need: `default` validates, `rollout.rollout_adapter` draws what is trained on."""
-        return tuple(dict.fromkeys(n for n in ("default", self.rollout.rollout_adapter) if n != "reference"))
+        """Policy states that samplers need: one for validation, and `rollout.rollout_adapter` for what is trained on."""
+        return tuple(dict.fromkeys(n for n in (self.val_adapter, self.rollout.rollout_adapter) if n != "reference"))
 
 
 FILLED_IN = {"actor.model_config": "model", "rollout.architecture": "model.architecture"}

@@ -74,7 +74,7 @@ class WorkerGroup:
             self.placement = place(config, self.gang.machines, needs, min(self.call(Worker.card_bytes)))
             # Rank 0 names the place where the process group meets.
             meeting = ray.get(self.workers[0].submit(Worker.meeting_point)) if size > 1 else None
-            self.call(Worker.init_model, meeting, self.placement.sharding, self.placement.fsdp_size)
+            self.call(Worker.init_model, meeting, self.placement)
         except Exception:
             self.close()
             raise

@@ -31,6 +31,7 @@ ALWAYS = (
     *("actor.fsdp_config.timeout_s", "actor.fsdp_config.peak_tflops"),
     # where tensors wait: the same numbers are computed
     *("actor.fsdp_config.offload_policy", "actor.fsdp_config.param_offload", "actor.fsdp_config.optimizer_offload"),
+    *("actor.fsdp_config.state_offload", "rollout.sync"),
     *("actor.fsdp_config.activation_offload", "actor.fsdp_config.reshard_after_forward"),
     *("actor.fsdp_config.forward_prefetch", "model.enable_gradient_checkpointing"),
 )

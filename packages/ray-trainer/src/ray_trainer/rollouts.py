@@ -35,6 +35,7 @@ from .machines import fetch_everywhere, machines
 from .prompts import Prompt
 from .scoring import Scoring
 from .step_metrics import Metrics
+from .weight_sync import WeightSync
 from .workers import ActorRolloutRefWorker as Worker
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ def requests_of(
             settings=settings,
             negative_prompt=negative_prompt(prompt, pipeline) if settings.guided else None,
             metadata=prompt.metadata,
-            # Validation looks at what is trained, whatever draws the training samples.
-            adapter="default" if validate else rollout.rollout_adapter,
+            # Validation looks at what is trained, or its average, whatever draws the training samples.
+            adapter=config.val_adapter if validate else rollout.rollout_adapter,
             return_trajectory=not validate,
             return_means=not validate and config.rollout_means,
         )
@@ -234,7 +235,7 @@ class HybridSampler:
 
     async def sync(self, version: int) -> Metrics:
         """Nothing moves; the receipts prove that the sampler's module holds what the trainer extracts."""
-        return self.workers.call(Worker.update_weights, version)[0]
+        return self.workers.call(Worker.update_weights, version, self.config.sync_mode)[0]
 
     async def leave_gpu(self) -> None:
         """The weights are the trainer's own."""
@@ -249,6 +250,7 @@ class FleetSampler:
     def __init__(self, config: RunConfig, workers: WorkerGroup, fleet: Fleet, shares_gpu: bool):
         self.config, self.workers, self.fleet = config, workers, fleet
         self._version, self.beside = -1, not shares_gpu
+        self._weights = None if config.sync_mode == "lora" else WeightSync(config, workers, fleet)
         self._sleeps = (
             shares_gpu and config.rollout.backend == "vllm_omni" and config.rollout.vllm_omni.enable_sleep_mode
         )
@@ -271,6 +273,9 @@ class FleetSampler:
 
     async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
         """Whole batches over all replicas, as they are finished. Each row goes from the replica to the rank that trains it."""
+        if self._weights is not None:  # an engine holds one policy at a time, and no adapter
+            await self._weights.bring(requests[0].adapter, self._version)
+            requests = [request.replace(adapter="default") for request in requests]
         rank_of = {place: rank for rank, share in enumerate(self.workers.deal(len(requests))) for place in share}
         every = [rank_of[place] for place in range(len(requests))]
         async for places, (facts, pictures, rows) in self.fleet.router.stream(requests, every):
@@ -291,13 +296,15 @@ class FleetSampler:
         return self.fleet.router.metrics()
 
     async def sync(self, version: int) -> Metrics:
-        """Send every adapter that samples to every replica, and check their receipts."""
+        """Send the weights, or every adapter that samples, to every replica, and check their receipts."""
         if self._asleep:
             self.workers.call(Worker.release_memory)
             await self.fleet.wake_up()
             self._asleep = False
         metrics: Metrics = {}
-        for adapter in self.config.sampling_adapters:
+        if self._weights is not None:
+            metrics = await self._weights.bring(self.config.rollout.rollout_adapter, version)
+        for adapter in self.config.sampling_adapters if self._weights is None else ():
             payload, reference = self.workers.lora_payload(adapter, version)
             for receipt in await self.fleet.update_lora(payload, adapter, reference=reference):
                 verify(payload, receipt, previous_version=self._version if self._version >= 0 else None)

@@ -24,6 +24,7 @@ def check_rules(config: RunConfig) -> None:
     broken = [
         _sizes,
         _policy_states,
+        _weights,
         _guidance,
         _rewards,
         *([_window] if spec.replays else []),
@@ -61,6 +62,14 @@ def _policy_states(config: RunConfig) -> Iterator[str]:
         )
     if not loss.needs_old_velocity:
         return
+    if loss.lag_kl_coef > 0:  # `old` is what it is pulled to, and not the policy that sampled
+        if "old" not in states or sampler != "default" or updates != 1:
+            yield (
+                f"actor.diffusion_loss.lag_kl_coef={loss.lag_kl_coef} pulls to the policy state old, so samples come from default "
+                f"and train one update (here {sampler!r} and {updates}): set model.policy_state_adapters=[default,old], "
+                "rollout.rollout_adapter=default and actor.ppo_mini_batch_size to all samples of a step"
+            )
+        return
     lags = old.update_every > 1 or (old.decay_rate > 0 and old.decay_max > 0)
     if "old" in states and sampler != "old" and (sampler != "default" or lags):
         yield (
@@ -72,6 +81,63 @@ def _policy_states(config: RunConfig) -> Iterator[str]:
             f"loss_mode={loss.loss_mode} with {updates} updates per step and samples of {sampler!r} needs the policy that sampled: "
             "set model.policy_state_adapters=[default,old]"
         )
+
+
+def _weights(config: RunConfig) -> Iterator[str]:
+    """What is trained, what is kept beside it, and what samplers are sent."""
+    model, fsdp, rollout, mode = config.model, config.actor.fsdp_config, config.rollout, config.sync_mode
+    if mode == "full":
+        if model.lora.merge or model.lora_adapter_path:
+            key = "model.lora.merge" if model.lora.merge else "model.lora_adapter_path"
+            yield f"model.lora_rank=0 trains all weights, so there is no adapter for {key}; leave it out, or set model.lora_rank"
+        if fsdp.model_dtype not in ("fp32", "float32"):
+            yield (
+                f"model.lora_rank=0 with actor.fsdp_config.model_dtype={fsdp.model_dtype}: an update is smaller than the steps of "
+                "that dtype and would be lost; use model_dtype=fp32, and actor.fsdp_config.mixed_precision.param_dtype=bf16 to "
+                "compute in bf16"
+            )
+        if config.actor.diffusion_loss.needs_reference and "reference" not in model.policy_state_adapters:
+            states = ",".join([*model.policy_state_adapters, "reference"])
+            yield (
+                f"model.lora_rank=0 with loss_mode={config.actor.diffusion_loss.loss_mode}, which compares with the policy that "
+                f"training starts from: keep a copy of it with model.policy_state_adapters=[{states}], or set "
+                "actor.diffusion_loss.ref_kl_coef=0 where that is all it is for"
+            )
+    elif fsdp.state_offload:
+        yield "actor.fsdp_config.state_offload=true: policy states of a LoRA are adapters and stay on the card; leave it out"
+    if fsdp.mixed_precision is not None and fsdp.sharding == "replicate":
+        yield (
+            "actor.fsdp_config.mixed_precision is done by sharded modules, and actor.fsdp_config.sharding=replicate makes none; "
+            "use auto or shard (one process can shard too)"
+        )
+    if fsdp.ema_decay == 0:
+        if config.trainer.val_weights == "ema":
+            yield "trainer.val_weights=ema needs an average: set actor.fsdp_config.ema_decay, such as 0.9"
+        if fsdp.ema_every > 1 or fsdp.ema_warmup:
+            key = "ema_every" if fsdp.ema_every > 1 else "ema_warmup"
+            yield f"actor.fsdp_config.{key} is of the average that actor.fsdp_config.ema_decay keeps; set that too, or leave it out"
+    if rollout.sync in ("shared_memory", "nccl") and mode == "lora":
+        yield f"rollout.sync={rollout.sync}: an adapter is small and always goes by ray; leave it at auto, or send all weights"
+    if rollout.sync != "auto" and config.shares_weights:
+        yield f"rollout.sync={rollout.sync}: the trainers sample with their own weights and send none; leave it at auto"
+    if mode != "lora" and not config.shares_weights and model.transformer_subfolder:
+        yield (
+            f"model.transformer_subfolder={model.transformer_subfolder!r} trains one of several transformers, and replicas want "
+            "the weights of all; train a LoRA without model.lora.merge, or use rollout.backend=diffusers with one replica"
+        )
+    if (
+        config.trainer.staleness
+        and mode != "lora"
+        and not config.shares_weights
+        and config.val_adapter != rollout.rollout_adapter
+    ):
+        yield (
+            f"trainer.staleness=1 draws under the update, when replicas cannot be sent the weights of {rollout.rollout_adapter!r} "
+            f"after validation with those of {config.val_adapter!r}; let both be one (trainer.val_weights, "
+            "rollout.rollout_adapter), or use staleness=0"
+        )
+    if mode != "lora" and rollout.fp8 and rollout.backend == "vllm_omni":
+        yield "rollout.fp8=true with all weights sent: the engine rounds its own when it starts, and takes no others; leave it off"
 
 
 def _guidance(config: RunConfig) -> Iterator[str]:
@@ -164,14 +230,8 @@ def _given(config: RunConfig) -> Iterator[str]:
 
 def _support(config: RunConfig) -> Iterator[str]:
     """What a package can do and these programs cannot yet."""
-    model, optim, fsdp, workers = config.model, config.actor.optim, config.actor.fsdp_config, config.trainer.num_workers
+    optim, fsdp, workers = config.actor.optim, config.actor.fsdp_config, config.trainer.num_workers
     size, ranks = fsdp.fsdp_size, fsdp.ulysses_sequence_parallel_size
-    if model.lora_rank < 1:
-        yield f"model.lora_rank={model.lora_rank}: the loop trains a LoRA; full fine-tuning is in fsdp-diffusers-engine so far"
-    if model.lora.merge:
-        yield "model.lora.merge=true: samplers take the adapter as it is, and nothing here sends merged weights; leave it false"
-    if fsdp.ema_decay:
-        yield f"actor.fsdp_config.ema_decay={fsdp.ema_decay}: no validation and no export reads the average; leave it at 0"
     if workers % ranks:
         yield (
             f"actor.fsdp_config.ulysses_sequence_parallel_size={ranks} does not divide trainer.num_workers={workers}: that many "

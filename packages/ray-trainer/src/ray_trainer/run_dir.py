@@ -2,7 +2,8 @@
 
 config.yaml      resolved config          metrics.jsonl   one row per step
 samples/         pictures of each validation               report.html     the whole run on one page
-checkpoints/     step_000040/ …           lora/           what diffusers' load_lora_weights loads
+checkpoints/     step_000040/ …           lora/           what diffusers' load_lora_weights loads; lora_ema/ its average
+transformer/     in place of lora/ where all weights were trained (and transformer_ema/)
 failures/        the state of a step that failed            inputs.json     hashes of its prompts
 trackers/        what tensorboard, wandb and mlflow keep
 changes.jsonl    what a resumed run does otherwise           environment.json
@@ -25,7 +26,8 @@ _OURS = re.compile(
     r"config\.yaml|(metrics|changes)\.jsonl(\.tmp)?|report\.html(\.tmp)?|(environment|inputs)\.json"
     rf"|samples/{_STEP}/(grid\.png|index\.json|full/\d+\.(png|mp4))"
     rf"|checkpoints/(latest\.(json|tmp)|{_STEP}/([\w.-]+/)*[\w.-]+\.(safetensors|json|metadata|distcp|tmp))"
-    r"|lora/(transformer_2/)?\.?pytorch_lora_weights\.safetensors(\.\d+\.tmp)?"
+    r"|lora(_ema)?/(transformer_2/)?\.?pytorch_lora_weights\.safetensors(\.\d+\.tmp)?"
+    r"|transformer(_ema)?/(transformer_2/|transformer/)?[\w.-]+\.(safetensors|json)"
     r"|trackers/(id|tensorboard/events\.out\.tfevents\.[\w.-]+|(wandb|mlruns)/.+)"
     r"|failures/step_\d+/[\w.-]+\.(txt|json|safetensors)"
 )

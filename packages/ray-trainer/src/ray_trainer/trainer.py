@@ -415,14 +415,12 @@ class RayDiffusionTrainer(ABC):
 
     def _finish(self) -> None:
         self.phase = "report"
-        exported = (
-            self.workers.call(Worker.export_lora, str(self.run.lora))[0] if self.config.model.lora_rank > 0 else None
-        )
+        exported = self.workers.call(Worker.export, str(self.run.path))[0]
         report = rebuild(self.run.path)
         for line in self.summary():
             self.echo(line)
-        if exported:
-            self.echo(f"lora    {exported}")
+        for folder in exported:
+            self.echo(f"weights {folder}")
         self.echo(f"report  {report}")
 
     def summary(self) -> list[str]:

@@ -72,13 +72,20 @@ def validate_config(config: RunConfig) -> list[str]:
     shown = [f"{name} ({one.name}, weight {one.weight:g})" for name, one in config.reward.several.items()]
     return [
         f"trains {spec.pipeline_class} at {r.pipeline.height}x{r.pipeline.width} with loss {loss.loss_mode}, "
-        f"LoRA rank {config.model.lora_rank}, reward {', '.join(shown) or config.reward.name}",
+        f"{_trained(config)}, reward {', '.join(shown) or config.reward.name}",
         *notes,
         f"{t.total_steps} steps of {d.prompts_per_step} prompts x {per_prompt} {kind} = {samples} samples, "
         f"{updates_per_step(config)} update(s) each",
         f"validation on {held_out} prompts x {r.val_kwargs.n} samples of {source}",
         f"run folder {t.run_dir}",
     ]
+
+
+def _trained(config: RunConfig) -> str:
+    """What is trained, in words."""
+    ema = ", validated as its average" if config.trainer.val_weights == "ema" else ""
+    merged = " (merged for sampling)" if config.sync_mode == "merged" else ""
+    return (f"LoRA rank {config.model.lora_rank}{merged}" if config.model.lora_rank else "all weights") + ema
 
 
 def _check_model(config: RunConfig) -> tuple[ModelSpec, Path | None, list[str]]:

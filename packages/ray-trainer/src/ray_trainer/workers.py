@@ -6,7 +6,9 @@ A plain class, so that it can be used without Ray; `group.WorkerGroup` makes a R
 from __future__ import annotations
 
 import resource
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +17,9 @@ import torch
 from omni_rollout.samples import Rows, parted
 from omni_rollout.types import GenerationRequest
 
-from .card_memory import GB, Needs, measure
+from .card_memory import GB, Needs, Placement, measure
 from .cluster import available_cpus, memory_mb
-from .config import RunConfig, updates_per_step
+from .config import RunConfig, SyncMode, updates_per_step
 from .given import read_finished
 from .model_folder import read_index
 from .models import check_present, fetch
@@ -26,8 +28,8 @@ from .rules import check_experts
 
 if TYPE_CHECKING:
     from diffusion_losses import Statistic
-    from fsdp_diffusers_engine.config import Sharding
-    from lora_sync import LoRAPayload
+    from lora_sync import LoRAPayload, WeightBucket, WeightReceipt
+    from lora_sync.transport import Link
     from tensordict import TensorDict
 
 
@@ -61,18 +63,19 @@ class ActorRolloutRefWorker:
             return self.config.ray.gpu_memory_gb * GB if self.config.ray.gpu_memory_gb else torch.cuda.mem_get_info()[1]
         return memory_mb() * 2**20 / self.world_size
 
-    def init_model(self, meeting_point: str | None = None, sharding: Sharding = "auto", fsdp_size: int = -1) -> None:
+    def init_model(self, meeting_point: str | None = None, placement: Placement | None = None) -> None:
         """Join the process group when there are several processes, and build engine and backend.
 
         Args:
             meeting_point: where the processes find each other.
-            sharding, fsdp_size: what `card_memory.place` chose.
+            placement: what `card_memory.place` chose; None: as the config says.
         """
         from fsdp_diffusers_engine.config import TrainingWorkerConfig
         from fsdp_diffusers_engine.worker import TrainingWorker
 
         actor = self.config.actor
-        actor.fsdp_config.sharding, actor.fsdp_config.fsdp_size = sharding, fsdp_size
+        for name in ("sharding", "fsdp_size", "state_offload", "optimizer_offload") if placement else ():
+            setattr(actor.fsdp_config, name, getattr(placement, name))
         folder = fetch(actor.model_config.path)
         check_experts(self.config, read_index(folder))  # a model from the Hub is first seen here
         actor.model_config.path = str(folder)
@@ -234,16 +237,21 @@ class ActorRolloutRefWorker:
 
     # ---- sync, checkpoints, export ---------------------------------------------------------------------------------------
 
-    def update_weights(self, global_steps: int) -> dict[str, float]:
-        """Prove that the sampler's module holds the adapters that the trainer extracts, tensor by tensor.
+    def update_weights(self, global_steps: int, mode: SyncMode = "lora") -> dict[str, float]:
+        """Prove that the sampler's module holds what the trainer sends: its adapters tensor by tensor, or all weights by checksum.
 
-        With shared weights there is nothing to move. The receipts must say: everything is bound, and the version is new.
+        With shared weights there is nothing to move; with merged ones the sampler gets a second set of the adapted layers. The
+        receipts must say: everything is bound, and the version is new.
         """
         from lora_sync import verify
 
         previous = self.version if self.version >= 0 else None
         bound = 0
         for adapter in self.config.sampling_adapters:
+            if mode != "lora":
+                named, fold = self._named(adapter), mode == "merged"
+                bound = self.backend.hold_weights(named, global_steps, adapter, fold=fold).tensors_bound
+                continue
             payload = self._payload(adapter, global_steps)
             bound = verify(payload, self.backend.update_lora(payload, adapter), previous_version=previous).tensors_bound
         self.version = global_steps
@@ -254,6 +262,45 @@ class ActorRolloutRefWorker:
         payload = self._payload(adapter, version)
         self.version = version
         return payload if self.rank == 0 else None
+
+    def _named(self, state: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights of a policy state as whole tensors, one at a time; a collective where they are sharded."""
+        return self.engine.get_per_tensor_param(layered_summon=True, adapter_name=state)[0]
+
+    def open_weights(self, state: str, version: int) -> None:
+        """Begin a stream of all weights for samplers in other processes: `next_bucket` on every rank that shares them."""
+        from lora_sync import WeightStream
+
+        dtype = getattr(torch, self.config.rollout.dtype)
+        self.stream = WeightStream(self._named(state), version=version, dtype=dtype)
+        self._buckets = iter(self.stream)
+        self.version = version
+
+    def next_bucket(self) -> tuple[bool, WeightBucket | None]:
+        """(whether it is the last, the next message on the first rank and None on the others)."""
+        bucket = next(self._buckets)
+        return bucket.last, bucket if self.rank == 0 else None
+
+    def sent_weights(self) -> WeightReceipt:
+        """What whoever got the whole stream must answer."""
+        return self.stream.receipt
+
+    def send_weights(self, link: Link, state: str, version: int) -> WeightReceipt:
+        """The whole stream through a link, from the first rank; what its receivers must answer."""
+        self.open_weights(state, version)
+        with link.sender(self.engine.device) if self.rank == 0 else nullcontext() as transport:
+            for bucket in self._buckets:
+                if transport is not None:
+                    transport.send(bucket)
+        return self.stream.receipt
+
+    def free_address(self) -> str:
+        """`host:port` on which this process can listen."""
+        import ray
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
 
     def _payload(self, adapter: str, version: int) -> LoRAPayload:
         return self.trainer.save_weights(adapter, version=version)
@@ -275,12 +322,22 @@ class ActorRolloutRefWorker:
         """The counterpart of `save_checkpoint`."""
         self.trainer.load_state(path)
 
-    def export_lora(self, folder: str) -> str:
-        """Write the adapter so that diffusers' `load_lora_weights(folder)` takes it; it is loaded again and compared."""
+    def export(self, folder: str) -> list[str]:
+        """Write what was trained, and its average where one is kept, as stock diffusers loads them; their folders.
+
+        An adapter: `lora`, for `load_lora_weights`, loaded again and compared. All weights: `transformer`, for `from_pretrained`.
+        """
         from lora_sync import export
 
-        payload = self._payload("default", max(self.version, 0))
-        return str(export(payload, "diffusers", folder, architecture=self.engine.spec.lora_names))
+        written = []
+        for state, end in (("default", ""), ("ema", "_ema"))[: 1 + (self.config.actor.fsdp_config.ema_decay > 0)]:
+            if self.config.model.lora_rank > 0:
+                payload, target = self._payload(state, max(self.version, 0)), Path(folder, f"lora{end}")
+                written.append(str(export(payload, "diffusers", target, architecture=self.engine.spec.lora_names)))
+                continue
+            with self.engine.use_adapter(state):
+                written.append(str(self.engine.export_transformer(Path(folder, f"transformer{end}"))))
+        return written
 
     def describe(self) -> dict[str, str]:
         """What trains where, for the report."""

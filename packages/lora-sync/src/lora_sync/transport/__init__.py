@@ -5,6 +5,7 @@ Inside a Ray cluster none is needed: a message is an argument of an actor's meth
 
 from .base import Deadline, Transport
 from .broadcast import BroadcastTransport, join_group
+from .link import Link
 from .shared_memory import SharedMemoryTransport
 
-__all__ = ["BroadcastTransport", "Deadline", "SharedMemoryTransport", "Transport", "join_group"]
+__all__ = ["BroadcastTransport", "Deadline", "Link", "SharedMemoryTransport", "Transport", "join_group"]

@@ -11,17 +11,14 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lora_sync import LoRAReceipt, WeightReceipt, buckets
-from torch import Tensor
+from lora_sync import LoRAReceipt, WeightReceipt
 
 from ..errors import SyncError
 from ..lifecycle import Lifecycle
 from .shared import write_bucket
 
 if TYPE_CHECKING:
-    from lora_sync import LoRAPayload
-
-_BUCKET_BYTES = 512 * 1024 * 1024
+    from lora_sync import LoRAPayload, WeightBucket
 
 
 class EngineWeights:
@@ -40,7 +37,7 @@ class EngineWeights:
         """Spent on syncs so far."""
         self._numbers = itertools.count(1)
         self._stream = ExitStack()
-        self._sent = 0
+        self._sent = self._due = 0
 
     async def bind(self, payload: LoRAPayload, adapter: str) -> LoRAReceipt:
         """See `vLLMOmniHttpServer.update_lora`."""
@@ -68,24 +65,24 @@ class EngineWeights:
         with self._lifecycle.syncing(self._lifecycle.policy_version):
             return bool(await self._rpc("drop_lora", self.adapters.pop(adapter)))
 
-    async def replace(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
+    async def replace(self, stream: Iterable[WeightBucket]) -> WeightReceipt:
         """See `vLLMOmniHttpServer.update_weights`."""
-        receipt, first = None, True
-        for bucket, last in buckets(named, _BUCKET_BYTES):
-            receipt = await self.replace_bucket(bucket, version, first=first, last=last)
-            first = False
-        assert receipt is not None
-        return receipt
+        for bucket in stream:
+            if receipt := await self.take(bucket):
+                return receipt
+        raise SyncError("full weights: the stream ended without its last message; send it again.")
 
-    async def replace_bucket(
-        self, bucket: list[tuple[str, Tensor]], version: int, *, first: bool, last: bool
-    ) -> WeightReceipt | None:
+    async def take(self, message: WeightBucket) -> WeightReceipt | None:
         """See `vLLMOmniHttpServer.update_weights_bucket`."""
-        if first:
+        version, bucket, last = message.version, list(message.tensors.items()), message.last
+        if message.index == 0:
             self._stream.enter_context(self._lifecycle.syncing(version, full=True))
-            self._sent = 0
+            self._sent, self._due = 0, 0
+        if message.index != self._due:
+            raise SyncError(f"full weights, version {version}: message {message.index} came where {self._due} was due.")
+        self._due += 1
         block = write_bucket(bucket) if self._use_shm else None
-        options = {"use_shm": self._use_shm, "first": first, "last": last, "version": version}
+        options = {"use_shm": self._use_shm, "first": message.index == 0, "last": last, "version": version}
         try:
             with self._timed(), ExitStack() as stack:
                 if block is not None:

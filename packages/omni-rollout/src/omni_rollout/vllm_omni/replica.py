@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable
-
-from lora_sync import WeightReceipt, buckets
-from torch import Tensor
 
 from ..config import DiffusionRolloutConfig
 from ..errors import ReplicaDeadError
@@ -15,8 +11,6 @@ from ..placement import Node, assign, cluster_nodes, import_ray, on_node
 from ..remote import Remote
 from ..replica import Replica
 from .server import vLLMOmniHttpServer
-
-_BUCKET_BYTES = 256 * 1024 * 1024
 
 
 class vLLMOmniReplica(Replica):
@@ -78,17 +72,6 @@ class vLLMOmniReplica(Replica):
             ray.kill(handle)
             raise ReplicaDeadError(f"{self.name} did not start in {limit} s.") from error
         self.remote = server
-
-    async def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
-        """Replace all transformer weights, bucket by bucket, so that neither side holds them twice."""
-        receipt, first = None, True
-        for bucket, last in buckets(named, _BUCKET_BYTES):
-            receipt = await self.backend.call(
-                vLLMOmniHttpServer.update_weights_bucket, bucket, version, first=first, last=last
-            )
-            first = False
-        assert receipt is not None
-        return receipt
 
     async def close(self) -> None:
         """End the engine and its actor."""

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lora_sync import stream_weights
 from torch import Tensor
 
 from ..backend import Health
@@ -25,13 +26,15 @@ from ..openai_api import ImageServer
 from ..samples import parted, stacked
 from ..specs import spec_of
 from ..types import GenerationRequest
+from .cpu_platform import enabled
 from .engine_weights import EngineWeights
 from .launch import start_engine
 from .rpc import checked
 from .translate import engine_params, engine_prompt, sample_row
 
 if TYPE_CHECKING:
-    from lora_sync import LoRAPayload, LoRAReceipt, WeightReceipt
+    from lora_sync import LoRAPayload, LoRAReceipt, WeightBucket, WeightReceipt
+    from lora_sync.transport import Link
     from tensordict import TensorDict
 
 
@@ -183,13 +186,21 @@ class vLLMOmniHttpServer:
 
     async def update_weights(self, named: Iterable[tuple[str, Tensor]], version: int) -> WeightReceipt:
         """Replace all transformer weights, bucket by bucket."""
-        return await self._weights.replace(named, version)
+        return await self._weights.replace(stream_weights(named, version=version))
 
-    async def update_weights_bucket(
-        self, bucket: list[tuple[str, Tensor]], version: int, *, first: bool, last: bool
-    ) -> WeightReceipt | None:
+    async def update_weights_bucket(self, bucket: WeightBucket) -> WeightReceipt | None:
         """One bucket of a full update; the receipt comes with the last. Generation is refused in between."""
-        return await self._weights.replace_bucket(bucket, version, first=first, last=last)
+        return await self._weights.take(bucket)
+
+    async def receive_weights(self, link: Link, number: int) -> WeightReceipt:
+        """A full update that a trainer sends through `link`, to receiver `number` of it; it arrives in this process."""
+        device = "cpu" if link.kind == "shared_memory" or enabled() else "cuda"
+        transport = await asyncio.to_thread(link.receiver, number, device)
+        with transport:
+            while True:
+                message: Any = await asyncio.to_thread(transport.receive)
+                if receipt := await self._weights.take(message):
+                    return receipt
 
     async def weights_sum(self) -> str:
         """Content sum of the transformer's base weights (see `lora_sync.content_sum`)."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from lora_sync.checksum import added_sums, content_sum
+from lora_sync.checksum import added_sums, value_sum
 from lora_sync.layers import base_name
 from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
@@ -111,7 +111,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         dtypes = {parameter.dtype for parameter in held}
         if len(dtypes) == 1:
             dtype = next(iter(dtypes))
-            self._sent_sums.append(content_sum(value.to(dtype) for _, value in named))
+            self._sent_sums.append(value_sum(value.to(dtype) for _, value in named))
         if not last:
             return {}
         pipeline.policy_version = version
@@ -128,8 +128,8 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         }
 
     def weights_sum(self) -> str:
-        """Content sum of the transformer's base weights, over all ranks that share its layers."""
-        return added_sums(_from_all_ranks(content_sum(self._own_parameters())))
+        """`value_sum` of the transformer's base weights, over all ranks that share its layers."""
+        return added_sums(_from_all_ranks(value_sum(self._own_parameters())))
 
     def _base_parameters(self) -> list[nn.Parameter]:
         """Parameters of the transformer, or of both experts, without adapters, as this rank holds them."""
