@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+import ray
+import yaml
 from flowgrpo.cli import main
 from ray_trainer.assets import builtin
 
@@ -69,6 +71,28 @@ def test_the_readmes_command_dry_runs_as_written(here, monkeypatch, capsys):
         f"run folder {folder}/runs/",
     ):
         assert line in plan
+
+
+def test_the_cluster_pages_scripts_and_its_rayjob_are_whole(here, monkeypatch, capsys):
+    """Bash that parses, YAML that parses, and commands whose keys and values are accepted."""
+    folder, _ = here
+    monkeypatch.chdir(folder)
+    page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    scripts = re.findall(r"```(?:bash)?\n(.*?)```", page, re.S)
+    job = yaml.safe_load((ROOT / "docs" / "rayjob.yaml").read_text(encoding="utf-8"))
+    assert job["spec"]["rayClusterSpec"]["rayVersion"] == ray.__version__
+    for script in (*scripts, job["spec"]["entrypoint"]):
+        checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+        assert "uv run" not in script or checked.returncode == 0, checked.stderr
+    text = "\n".join((*scripts, job["spec"]["entrypoint"])).replace("\\\n", " ")
+    text = text.replace("…", "recipe=full_size reward.name=jpeg_compressibility")  # what the loop does not repeat
+    commands = re.findall(r"uv run apps/flowgrpo (.*)", text)
+    assert len(commands) == 4
+    for command in commands:
+        words = shlex.split(re.sub(r"\$\(\(.*?\)\)", "16", command).replace("$address", "10.0.0.1"), comments=True)
+        keys = [w for w in words if "=" in w and not w.startswith(("model.path=", "data.train_file="))]
+        small = [f"model.path={builtin('models', 'tiny_qwen_image')}", "data.train_file=prompts.jsonl"]
+        assert main(["--dry-run", *keys, *small]) == 0, capsys.readouterr()
 
 
 def free_port():
