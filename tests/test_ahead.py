@@ -19,6 +19,7 @@ from ray_trainer.ahead import Ahead
 from ray_trainer.assets import builtin
 from ray_trainer.cli import run
 from ray_trainer.config import compose
+from ray_trainer.group import WorkerGroup
 from ray_trainer.prompts import Prompt, PromptSampler
 from ray_trainer.workers import ActorRolloutRefWorker as Worker
 from tensordict import NonTensorStack, TensorDict
@@ -195,6 +196,57 @@ def test_replicas_draw_beside_the_update_and_all_is_drawn_before_the_weights_com
     _, embedded, _ = program("flowgrpo", "trainer.staleness=1", "rollout.max_batch_size=2", folder="embedded")
     for mine, theirs in zip(rows, embedded, strict=True):
         assert mine["reward/mean"] == pytest.approx(theirs["reward/mean"], rel=1e-4 if mine["step"] <= 2 else 0.02)
+
+
+# ---- the correction of what an older policy drew -------------------------------------------------------------------------
+
+
+def test_weights_and_rejection_reach_the_update(program, monkeypatch):
+    """The first step's samples are fresh, so that its ratios are 1 and what a cap or an interval does is known exactly."""
+    seen = []
+    each_row = WorkerGroup.each_row
+
+    def noted(group, method, batch):
+        seen.append(each_row(group, method, batch))
+        return seen[-1]
+
+    monkeypatch.setattr(WorkerGroup, "each_row", noted)
+    fix, plain = "algorithm.rollout_correction", ["trainer.staleness=1", "actor.diffusion_loss.ref_kl_coef=0"]
+    short = [*plain, "trainer.total_steps=2", "trainer.save_every=0"]
+
+    def rows(*changes):
+        seen.clear()
+        code, found, _ = program("flowgrpo", *short, *changes, folder="-".join(changes).replace("/", "") or "plain")
+        assert code == 0
+        return found
+
+    none = rows()
+    assert not any(key.startswith("correction/") for key in none[0])
+    decoupled = [f"{fix}.mode=decoupled", "algorithm.old_log_probs=trainer"]
+    quarter = rows(*decoupled, f"{fix}.cap=0.25")
+    assert quarter[0]["actor/grad_norm"] == pytest.approx(none[0]["actor/grad_norm"] / 4, rel=1e-4)
+    assert quarter[0]["correction/weight_max"] == 0.25
+    assert quarter[0]["correction/truncated"] == 1
+    # The second step's are of the policy before: the numbers are those of the log-probs, by hand.
+    both = seen[1]
+    weights = rows(*decoupled)[1]
+    delta = (seen[1][:, 0] - seen[1][:, 1]).double()
+    assert both.shape == (6, 2, delta.shape[1])
+    assert 0 < float(delta.abs().max()) < 0.1
+    assert weights["correction/weight_mean"] == pytest.approx(float(delta.exp().mean()), rel=1e-6)
+    assert weights["correction/weight_max"] == pytest.approx(float(delta.exp().max()), rel=1e-6)
+    assert weights["correction/kl"] == pytest.approx(float(-delta.mean()), rel=1e-4, abs=1e-9)
+    share = float(delta.exp().sum() ** 2 / (delta.exp().square().sum() * delta.numel()))
+    assert weights["correction/effective_sample_share"] == pytest.approx(share, rel=1e-5)
+    assert weights["actor/rollout_log_prob_diff_max"] == pytest.approx(float(delta.abs().max()), rel=1e-3)
+    # Nothing has the ratio 2, so nothing is trained; and the clip around the policy that drew costs the fresh step nothing.
+    bypass = rows(f"{fix}.mode=bypass", f"{fix}.reject=[2,3]")
+    assert bypass[0]["correction/rejected"] == 1
+    assert bypass[0]["actor/grad_norm"] == 0
+    wide = rows(f"{fix}.mode=bypass", f"{fix}.reject=[0.5,2]")
+    assert wide[0]["actor/grad_norm"] == pytest.approx(none[0]["actor/grad_norm"], rel=1e-5)
+    assert wide[0]["correction/weight_mean"] == wide[0]["correction/effective_sample_share"] == 1
+    assert wide[0]["forwards/log_prob"] == none[0].get("forwards/log_prob", 0) + delta.shape[1]
 
 
 # ---- the queue alone -----------------------------------------------------------------------------------------------------

@@ -101,6 +101,8 @@ READERS = {
     f"{TRAINER}._fit": "trainer.trackers trainer.total_steps trainer.val_before_train",
     f"{TRAINER}._late": "trainer.max_hours",
     "ray_trainer.ahead:Ahead": "trainer.staleness",
+    "flowgrpo.trainer:RayFlowGRPOTrainer.compute_old_log_prob": "algorithm.rollout_correction.mode "
+    "algorithm.rollout_correction.level algorithm.rollout_correction.cap algorithm.rollout_correction.reject",
     f"{TRAINER}._step": "trainer.val_every trainer.save_every",
     f"{TRAINER}._save": "trainer.keep_checkpoints",
     f"{TRAINER}._open": "trainer.run_dir trainer.on_existing",

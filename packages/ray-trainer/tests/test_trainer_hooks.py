@@ -9,10 +9,12 @@ import flowgrpo.trainer as grpo
 import pytest
 import torch
 from diffusion_losses import DiffusionLossConfig
-from ray_trainer.config import compose
+from ray_trainer.config import RolloutCorrectionConfig, compose
 from ray_trainer.errors import TrainerError
 from ray_trainer.rules import check_experts, check_rules
+from ray_trainer.scoring import Scoring
 from ray_trainer.workers import ActorRolloutRefWorker as Worker
+from run_report import MetricsWriter
 from sde_samplers import SamplerSettings
 from tensordict import NonTensorStack, TensorDict
 
@@ -36,6 +38,10 @@ class Config:
     class algorithm:
         advantage_std, advantage_ddof, advantage_eps, flat_groups = "batch", 0, 1e-4, "keep"
         pair_margin, pair_mode = 0.0, "best_worst"
+        rollout_correction = RolloutCorrectionConfig()
+
+    class reward:
+        combine = "weighted_sum"
 
 
 def scored(rewards):
@@ -48,6 +54,8 @@ def scored(rewards):
 def trainer(cls):
     made = cls.__new__(cls)
     made.config = Config
+    scoring = Scoring.__new__(Scoring)
+    scoring.config, made.rollouts = Config, SimpleNamespace(scoring=scoring)
     return made
 
 
@@ -81,11 +89,81 @@ def test_advantages_reach_the_loss_unclamped():
 class Workers:
     """What the policy-gradient hooks ask of the workers: scores, and of how many rows."""
 
+    log_probs = torch.zeros(0, 2, 1)
+
     def __init__(self):
         self.rows = []
 
     def each(self, method, batch, *columns):
         self.rows.append((method, len(batch), *map(len, columns)))
+
+    def each_row(self, method, batch):
+        self.each(method, batch)
+        return self.log_probs
+
+
+def settled(difference, run, clip=1e-3):
+    """(methods that scored, floor that was logged, line) of a first and a second step with `old_log_probs=auto`."""
+    made, said = trainer(grpo.RayFlowGRPOTrainer), []
+    changes = ["algorithm.old_log_probs=auto", f"actor.diffusion_loss.clip_ratio={clip}"]
+    made.config = compose("flowgrpo", RECIPES / "tiny_flow_grpo.yaml", changes)
+    made.workers, made.run, made._note = Workers(), SimpleNamespace(path=run), said.append
+    made.workers.log_probs = torch.tensor([[[0.0, 0.0], [0.0, 0.0]], [[-0.5, -0.5], [-0.5, -0.5 + difference]]])
+    batch = scored([0.0, 1.0])
+    metrics = [made.compute_old_log_prob(batch) for _ in range(2)]
+    assert metrics[1] == {}
+    return [method for method, *_ in made.workers.rows], metrics[0].get(grpo.FLOOR), said
+
+
+def test_auto_takes_the_rollouts_log_probs_when_they_are_within_a_tenth_of_the_clip(tmp_path):
+    methods, floor, (line,) = settled(6e-5, tmp_path)
+    assert methods == [Worker.measure_log_prob]  # once: no pass in the steps after
+    assert floor == pytest.approx(6e-5, rel=1e-3)
+    assert "differ by 6.00e-05 at most, within 0.1 of clip_ratio=0.001: the rollout's own log-probs serve" in line
+    methods, _, (line,) = settled(6e-5, tmp_path, clip=1e-4)
+    assert methods == [Worker.measure_log_prob, Worker.compute_log_prob, Worker.compute_log_prob]
+    assert "more than 0.1 of clip_ratio=0.0001: the trainer scores the samples again" in line
+    # A resumed run decides by the same number, whatever is measured now.
+    with MetricsWriter(tmp_path) as writer:
+        writer.append(1, {grpo.FLOOR: 0.5})
+        writer.append(2, {"reward/mean": 0.5})
+    methods, floor, _ = settled(0.0, tmp_path)
+    assert methods == [Worker.compute_log_prob] * 2
+    assert floor is None
+
+
+def refusal(recipe, *changes):
+    with pytest.raises(TrainerError) as caught:
+        check_rules(compose("flowgrpo", RECIPES / f"{recipe}.yaml", list(changes)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["mode=decoupled"], "set algorithm.old_log_probs=trainer or auto"),
+        (["mode=bypass", "old=trainer"], "old_log_probs=trainer around another; set rollout"),
+        (
+            ["cap=3"],
+            "rollout_correction.cap=3.0 has no effect with algorithm.rollout_correction.mode=none; set mode=decoupled",
+        ),
+        (["mode=bypass", "cap=3"], "cap=3.0 has no effect"),
+        (["mode=bypass", "level=trajectory"], "without reject"),
+        (["mode=bypass", "reject=[2,1]"], "keeps nothing"),
+        (["reject=[0.5,2]"], "reject=[0.5, 2.0] has no effect"),
+    ],
+)
+def test_a_correction_without_effect_or_meaning_is_refused(changes, words):
+    keys = [f"algorithm.rollout_correction.{one}".replace("rollout_correction.old", "old_log_probs") for one in changes]
+    assert words in refusal("tiny_flow_grpo", *keys)
+
+
+def test_log_probs_that_do_not_exist_are_not_compared():
+    loss = "actor.diffusion_loss.loss_mode=diffusion_nft"
+    assert "has no log-probs of what was drawn" in refusal("tiny_flow_grpo", loss, "algorithm.old_log_probs=auto")
+    mode = "algorithm.rollout_correction.mode=bypass"
+    assert "rollout_correction.mode=bypass with loss_mode=diffusion_nft" in refusal("tiny_flow_grpo", loss, mode)
+    assert "its clip is on means" in refusal("tiny_grpo_guard", "algorithm.old_log_probs=auto")
 
 
 @pytest.mark.parametrize("rewards", [REWARDS, [0.5] * 9])

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from annotated_types import Interval
+from annotated_types import Interval, Len
+from diffusion_losses.config import NotNegative
 from diffusion_losses.decay import old_policy_decay
 from fsdp_diffusers_engine.config import DiffusionModelConfig, FSDPDiffusionActorConfig
 from omni_rollout.allowed import Count, CountOrZero, Seconds, Seed, fault, kinds
@@ -137,6 +138,24 @@ class OldPolicyConfig:
 
 
 @dataclass
+class RolloutCorrectionConfig:
+    """What is done about samples of a policy that is not quite the trained one; see `diffusion_losses.correction`.
+
+    A ratio here is exp(trainer's log-prob - rollout's), and log-probs are means over latent elements.
+    """
+
+    mode: Literal["none", "decoupled", "bypass"] = "none"
+    """decoupled: the clip is around the trainer's policy at the start of the step, and each element is weighted by its ratio;
+    bypass: the clip is around the rollout's policy, without weights. Both cost one forward pass per step."""
+    level: Literal["step", "trajectory", "trajectory_mean"] = "step"
+    """What has a ratio: each step, or the window as a whole, as the product or the geometric mean of its steps."""
+    cap: Annotated[float, Interval(gt=0, le=1e9)] = 2.0
+    """Weights are at most this (decoupled)."""
+    reject: Annotated[list[NotNegative], Len(2, 2)] | None = None
+    """[low, high]: what has a ratio outside is not trained; null trains all."""
+
+
+@dataclass
 class AlgorithmConfig:
     """From rewards to the numbers that the loss sees."""
 
@@ -148,8 +167,10 @@ class AlgorithmConfig:
     """Samples whose prompt's samples all have one reward, which compare with nothing and have advantage 0. keep: they are
     trained on, so they count in the loss's mean and in the KL (DiffusionNFT, AWM, DanceGRPO, MixGRPO, verl-omni); drop: they
     are left out before the update (flow_grpo). A sample without a score is always left out."""
-    old_log_probs: Literal["rollout", "trainer"] = "rollout"
-    """rollout: the sampler's own, when sampler and trainer agree to the bit; trainer: one more forward pass per step."""
+    old_log_probs: Literal["rollout", "trainer", "auto"] = "rollout"
+    """rollout: the sampler's own, when sampler and trainer agree to the bit; trainer: one more forward pass per step; auto: as the
+    difference of the two at the first step says, against the loss's clip."""
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     pair_mode: Literal["best_worst", "all"] = "best_worst"
     """Preference pairs of one prompt: best_worst or all (dpo)."""
     pair_margin: Annotated[float, Interval(ge=0, le=1e9)] = 0.0

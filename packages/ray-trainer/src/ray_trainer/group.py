@@ -200,6 +200,16 @@ class WorkerGroup:
         answers: list[R] = self._ray.get(calls)
         return answers
 
+    def each_row(self, method: Callable[..., np.ndarray], batch: TensorDict) -> torch.Tensor:
+        """[B, …] what a method of the workers answers [b, …] about the batch's rows."""
+        found: dict[int, np.ndarray] = {}
+        for rank, answer in enumerate(self.each(method, batch)[:: self._together]):
+            mine = (
+                (batch["owner"] == rank).nonzero()[:, 0].tolist()
+            )  # none where it answered about a row of no interest
+            found |= dict(zip(mine, answer, strict=False))
+        return torch.from_numpy(np.stack([found[row] for row in range(len(batch))]))
+
     def update_actor(self, batch: TensorDict, step: int) -> dict[str, float]:
         """Optimizer steps over the rows of `batch`, each on the rank that keeps it; metrics of all ranks together."""
         loss = self.config.actor.diffusion_loss

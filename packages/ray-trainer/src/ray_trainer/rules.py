@@ -14,7 +14,7 @@ from omni_rollout.loops import LOOPS, get_agent_loop
 from run_report.trackers import missing_trackers
 from sde_samplers.kinds import find_kind
 
-from .config import RunConfig, updates_per_step
+from .config import RolloutCorrectionConfig, RunConfig, updates_per_step
 from .errors import TrainerError
 
 
@@ -23,6 +23,7 @@ def check_rules(config: RunConfig) -> None:
     spec = config.actor.diffusion_loss.spec
     broken = [
         _sizes,
+        _log_probs,
         _policy_states,
         _weights,
         _guidance,
@@ -138,6 +139,37 @@ def _weights(config: RunConfig) -> Iterator[str]:
         )
     if mode != "lora" and rollout.fp8 and rollout.backend == "vllm_omni":
         yield "rollout.fp8=true with all weights sent: the engine rounds its own when it starts, and takes no others; leave it off"
+
+
+def _log_probs(config: RunConfig) -> Iterator[str]:
+    """Old log-probs and the correction of the rollout's: only where there are some, and only what has an effect."""
+    loss, algorithm = config.actor.diffusion_loss, config.algorithm
+    old, fix = algorithm.old_log_probs, algorithm.rollout_correction
+    mode = f"algorithm.rollout_correction.mode={fix.mode}"
+    if not loss.spec.replays and (old == "auto" or fix.mode != "none"):
+        key = mode if fix.mode != "none" else "algorithm.old_log_probs=auto"
+        yield f"{key} with loss_mode={loss.loss_mode}: it has no log-probs of what was drawn; leave that key out"
+    if old == "auto" and loss.needs_old_means:
+        yield (
+            f"algorithm.old_log_probs=auto with loss_mode={loss.loss_mode}: its clip is on means, with which log-probs cannot be "
+            "compared; set rollout or trainer"
+        )
+    if fix.mode == "decoupled" and old == "rollout":
+        yield f"{mode} weighs by the trainer's log-probs against the rollout's: set algorithm.old_log_probs=trainer or auto"
+    if fix.mode == "bypass" and old != "rollout":
+        yield f"{mode} clips around the policy that drew, and algorithm.old_log_probs={old} around another; set rollout"
+    plain = RolloutCorrectionConfig()
+    for name, used in (
+        ("level", ("decoupled", "bypass")),
+        ("reject", ("decoupled", "bypass")),
+        ("cap", ("decoupled",)),
+    ):
+        if getattr(fix, name) != getattr(plain, name) and fix.mode not in used:
+            yield f"algorithm.rollout_correction.{name}={getattr(fix, name)} has no effect with {mode}; set mode={used[0]}"
+    if fix.mode == "bypass" and fix.level != plain.level and fix.reject is None:
+        yield f"algorithm.rollout_correction.level={fix.level} has no effect with {mode} without reject; set reject=[low,high]"
+    if fix.reject is not None and fix.reject[0] >= fix.reject[1]:
+        yield f"algorithm.rollout_correction.reject={fix.reject} keeps nothing; give [low,high] with low below high"
 
 
 def _guidance(config: RunConfig) -> Iterator[str]:

@@ -59,6 +59,12 @@ def validate_config(config: RunConfig) -> list[str]:
     notes += check_resume(config, {"data.train_file": train, "data.val_file": val})
     if r.val_kwargs.pipeline.num_frames > 1 and find_spec("av") is None:
         notes.append("videos are kept as three frames each; for mp4 files: uv run --extra video …, or pip install av")
+    old, corrected = config.algorithm.old_log_probs, config.algorithm.rollout_correction.mode != "none"
+    if t.staleness and loss.spec.replays and old != "rollout" and not corrected:
+        notes.append(
+            f"warning: trainer.staleness=1 with algorithm.old_log_probs={old} takes samples of the policy before for samples of "
+            "the present one; set algorithm.rollout_correction.mode=decoupled, or algorithm.old_log_probs=rollout"
+        )
     if config.actor.optim.lr > LARGE_LR:
         notes.append(f"warning: actor.optim.lr={config.actor.optim.lr:g} is very large; recipes use 1e-5 to 2e-3")
     per_prompt, kind = config.rows_per_prompt, "given" if d.offline else "samples"

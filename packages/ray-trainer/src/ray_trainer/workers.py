@@ -174,13 +174,26 @@ class ActorRolloutRefWorker:
 
     # ---- policy ----------------------------------------------------------------------------------------------------------
 
-    def compute_log_prob(self, slots: Sequence[int]) -> None:
-        """Keep `old_log_probs` [W] and, where the loss reads them, `old_means` [W, …] of each row, under the present weights."""
+    def compute_log_prob(self, slots: Sequence[int]) -> np.ndarray:
+        """Keep `old_log_probs` [W] and, where the loss reads them, `old_means` [W, …] of each row, under the present weights.
+
+        Returns:
+            [b, 2, W] these log-probs, and the rollout's.
+        """
         scores = self._scores(slots, "default")
         found = {"old_log_probs": scores["log_probs"]}
         if self.config.actor.diffusion_loss.needs_old_means:
             found["old_means"] = scores["means"]
         self.rows.put(slots, found)
+        return self._beside_the_rollouts(slots, scores["log_probs"])
+
+    def measure_log_prob(self, slots: Sequence[int]) -> np.ndarray:
+        """What `compute_log_prob` returns; nothing is kept."""
+        return self._beside_the_rollouts(slots, self._scores(slots, "default")["log_probs"])
+
+    def _beside_the_rollouts(self, slots: Sequence[int], log_probs: torch.Tensor) -> np.ndarray:
+        theirs = self.rows.rows(slots).tensors["rollout_log_probs"]
+        return torch.stack([log_probs[: len(slots)], theirs], dim=1).numpy()
 
     def compute_ref_log_prob(self, slots: Sequence[int]) -> None:
         """Keep `ref_means` [W, …] of each row: under the same weights with the adapter off."""
@@ -195,7 +208,7 @@ class ActorRolloutRefWorker:
 
     @property
     def _scores_itself(self) -> bool:
-        return self.config.algorithm.old_log_probs == "trainer" and self.config.actor.diffusion_loss.spec.replays
+        return self.config.algorithm.old_log_probs != "rollout" and self.config.actor.diffusion_loss.spec.replays
 
     def update_actor(
         self, slots: Sequence[int], numbers: np.ndarray, tensors: Mapping[str, np.ndarray], step: int
