@@ -22,6 +22,9 @@ class Estimate:
     mean: float
     stderr: float
 
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} ± {self.stderr:.3f}"
+
 
 @dataclass(frozen=True)
 class Change:
@@ -31,6 +34,11 @@ class Change:
     before: Estimate
     after: Estimate
     difference: Estimate
+
+    @property
+    def gain(self) -> str:
+        """The difference as text, with its sign."""
+        return f"{self.difference.mean:+.3f} ± {self.difference.stderr:.3f}"
 
     @property
     def z(self) -> float:

@@ -16,6 +16,8 @@ COMMANDS = {
     "doctor": "check machine, model, prompts, reward and config: ok, warn or fail, with remedies; exit code 0, 1 or 2",
     "plan": "memory per GPU, seconds of each phase, images/s and dollars of a run that has not begun; what would not fit",
     "report": "write RUN/report.html again from its files, during a run or after",
+    "export": "RUN --to diffusers|peft|comfyui|merged: what was trained, loaded again by that library and compared",
+    "compare": "A B: two adapters (or base) on the same prompts and seeds: paired scores, a page of pictures with a slider",
 }
 """Name of each and what it does, in a line."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..config import RunConfig, compose
 from ..errors import TrainerError
 from ..report import rebuild
+from ..values import free, read_yaml
 
 if TYPE_CHECKING:
     from ..app import App
@@ -37,3 +40,11 @@ def run_folder(arguments: list[str]) -> Path:
             f"{arguments[0]!r} is no folder of a run (no config.yaml in it); give the run's trainer.run_dir"
         )
     return run
+
+
+def run_config(app: App, run: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of a run folder, under the name of its recipe."""
+    config = compose(app.name, run / "config.yaml", list(overrides))
+    written = free(read_yaml(run / "config.yaml", "config.yaml"), "config.yaml", "the run folder")
+    config.recipe = str(written.get("recipe", config.recipe))
+    return config
