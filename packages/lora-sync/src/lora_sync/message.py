@@ -105,10 +105,15 @@ class Message:
                 f"{origin}: kind {meta.get('kind')!r}, schema {meta.get('schema')!r}; this version reads schema {_SCHEMA} of "
                 f"{', '.join(Message._kinds)}."
             )
-        values = {f.name: meta[f.name] for f in fields(kind) if f.name != "tensors"}
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        message = kind(dict(tensors), **values)
-        return message.check(origin) if check else message
+        try:
+            values = {f.name: meta[f.name] for f in fields(kind) if f.name != "tensors"}
+            values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+            message = kind(dict(tensors), **values)
+            return message.check(origin) if check else message
+        except PayloadError:
+            raise
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise CorruptPayloadError(f"{origin}: its metadata are no message's ({error!r}).") from error
 
     def header(self) -> bytes:
         """Metadata and tensor specs for the wire. Specs are ordered so that the tensors, back to back, are aligned."""
@@ -131,12 +136,10 @@ def parse_header(data: bytes) -> tuple[dict[str, Any], list[Spec]]:
         found = [Spec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in specs]
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptPayloadError(f"the header of a message cannot be read ({error}).") from error
-    for spec in found:
-        whole = all(type(size) is int and 0 <= size < 2**48 for size in spec.shape)
-        if not (
-            isinstance(meta, dict) and isinstance(spec.dtype, torch.dtype) and isinstance(spec.name, str) and whole
-        ):
-            raise CorruptPayloadError(f"the header of a message describes no tensor: {spec!r:.200}.")
+    whole = all(type(size) is int and 0 <= size < 2**48 for spec in found for size in spec.shape)
+    named = all(isinstance(spec.name, str) and isinstance(spec.dtype, torch.dtype) for spec in found)
+    if not (isinstance(meta, dict) and whole and named):
+        raise CorruptPayloadError(f"the header of a message describes no tensors: {data[:200]!r}.")
     return meta, found
 
 

@@ -74,11 +74,11 @@ def _own_environment(folder: Path) -> Iterator[None]:
     """What the processes of a local Ray inherit.
 
     A token that is in no file: Ray would leave ~/.ray/auth_token behind, which later clusters then demand. A mark for `keeper`. And
-    5 s of patience with Ray's head, which does not come back once it is gone; Ray's default is a minute.
+    20 s of patience with Ray's head, which does not come back once it is gone; Ray's default is a minute.
     """
     names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", _HEAD_WAIT, keeper.MARK)
     before = {name: os.environ.get(name) for name in names}
-    os.environ.setdefault(_HEAD_WAIT, "5")
+    os.environ.setdefault(_HEAD_WAIT, "20")
     os.environ[keeper.MARK] = str(folder)
     if not _has_token() and before["RAY_AUTH_MODE"] in (None, "token"):
         os.environ["RAY_AUTH_TOKEN"] = _own_token()

@@ -58,7 +58,7 @@ def parse_yaml(text: str | bytes, where: str) -> yaml.Node:
     """
     try:
         node = yaml.compose(text, _Loader)  # type: ignore[arg-type]
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise TrainerError(f"{where} is no YAML: {' '.join(str(error).split())}") from error
     return node if node is not None else yaml.MappingNode("tag:yaml.org,2002:map", [])
 

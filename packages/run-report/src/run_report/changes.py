@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .errors import ReportError
 from .gallery import Validation
 
 FILE_NAME = "changes.jsonl"
@@ -41,11 +42,22 @@ def within(key: str, sections: Sequence[str]) -> bool:
 
 
 def load_changes(run_dir: str | os.PathLike[str]) -> list[ConfigChange]:
-    """Every change of a run, in the order of its steps."""
+    """Every change of a run, in the order of its steps.
+
+    Raises:
+        ReportError: the file is damaged.
+    """
     file = Path(run_dir) / FILE_NAME
     if not file.exists():
         return []
-    return [ConfigChange(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+    try:
+        changes = [ConfigChange(**json.loads(line)) for line in file.read_bytes().splitlines()]
+        if all(isinstance(change.step, int) and isinstance(change.key, str) for change in changes):
+            return changes
+        reason = "a step or a key is none"
+    except (ValueError, TypeError, RecursionError) as error:
+        reason = str(error)
+    raise ReportError(f"{file} is damaged ({reason}); delete it to go on without the list of changes")
 
 
 def save_changes(run_dir: str | os.PathLike[str], step: int, new: Sequence[ConfigChange]) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
+from .errors import ReportError
+
 FILE_NAME = "environment.json"
 _PACKAGES = (
     "torch",
@@ -52,4 +54,7 @@ def load_environment(run_dir: str | os.PathLike[str]) -> dict[str, str]:
     path = Path(run_dir) / FILE_NAME
     if not path.exists():
         return environment()
-    return {str(key): str(value) for key, value in json.loads(path.read_text(encoding="utf-8")).items()}
+    try:
+        return {str(key): str(value) for key, value in json.loads(path.read_bytes()).items()}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ReportError(f"{path} is damaged ({error}); delete it, it is written anew") from error

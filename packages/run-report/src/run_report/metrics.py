@@ -71,16 +71,16 @@ class MetricsWriter:
     def truncate_after(self, step: int) -> int:
         """Drop every row whose step is greater than `step`; returns how many. The file is replaced in one move."""
         self._file.close()
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.strip() and int(json.loads(line)["step"]) <= step]
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if line.strip() and _row(line)["step"] <= step]
         replacement = self.path.with_suffix(".jsonl.tmp")
-        with replacement.open("w", encoding="utf-8") as file:
+        with replacement.open("wb") as file:
             file.writelines(kept)
             file.flush()
             os.fsync(file.fileno())
         os.replace(replacement, self.path)
         self._file = self.path.open("a", encoding="utf-8")
-        self.last_step = int(json.loads(kept[-1])["step"]) if kept else None
+        self.last_step = int(_row(kept[-1])["step"]) if kept else None
         return len(lines) - len(kept)
 
     def close(self) -> None:
@@ -111,20 +111,27 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, float]]:
     if not path.exists():
         return []
     rows: list[dict[str, float]] = []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            raw = json.loads(line)
-            rows.append({"step": raw["step"], **{k: math.nan if v is None else v for k, v in raw.items()}})
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            rows.append(_row(line))
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
             if number == len(lines):  # no newline after it: the write was cut short
                 break
             raise ReportError(
-                f"{path.name} line {number} is not a metrics row: {line[:80]!r}; repair or delete that line"
+                f"{path.name} line {number} is not a metrics row: {line[:80].decode(errors='replace')!r}; mend or delete it"
             ) from error
     return rows
+
+
+def _row(line: bytes) -> dict[str, float]:
+    """One row; nulls come back as NaN. Raises for anything else than numbers under names, one of them a whole `step`."""
+    raw = {"step": math.nan, **json.loads(line)}
+    if not isinstance(raw["step"], int) or not all(v is None or isinstance(v, int | float) for v in raw.values()):
+        raise ValueError("no row of numbers")
+    return {name: math.nan if value is None else value for name, value in raw.items()}
 
 
 def _number(key: str, value: Any) -> float | int:

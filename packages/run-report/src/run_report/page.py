@@ -90,7 +90,7 @@ def page(run: Path, recipe: Sequence[tuple[str, Any, Any]] = ()) -> str:
     if recipe:
         sections.append(("recipe", "Other than the recipe", "", recipe))
     if config.exists():
-        sections.append(("config", "Configuration", "", _yaml(config.read_text(encoding="utf-8"))))
+        sections.append(("config", "Configuration", "", _yaml(config.read_text(encoding="utf-8", errors="replace"))))
     sections.append(("environment", "Environment", "", load_environment(run)))
     return render(
         "page.html",
