@@ -38,9 +38,19 @@ GUIDED = ["rollout.pipeline.guidance_scale=3.5", "rollout.val_kwargs.pipeline.gu
 WINDOW = ["rollout.algo.sde_window_size=1", "rollout.algo.sde_window_range=[0,2]"]
 CASES = [
     ("sd35", FLOWGRPO, "tiny_flow_grpo", [*WINDOW, "rollout.pipeline.true_cfg_scale=4.5"]),
-    ("sd35", DPO, "tiny_dpo", ["rollout.pipeline.true_cfg_scale=4.5"]),
+    (  # as flow_grpo's: the reference draws, with noise and guidance; several levels of a pair are averaged
+        "sd35",
+        DPO,
+        "tiny_dpo",
+        [
+            *("rollout.algo.kind=flow_sde", "rollout.algo.noise_level=0.7", "rollout.pipeline.true_cfg_scale=4.5"),
+            *("rollout.rollout_adapter=old", "model.policy_state_adapters=[default,old]"),
+            *("actor.forward_process.levels=logit_normal", "actor.forward_process.num_levels=5"),
+            "actor.forward_process.reference_state=old",
+        ],
+    ),
     ("flux", FLOWGRPO, "tiny_grpo_guard", [*WINDOW, *GUIDED]),
-    ("flux", DPO, "tiny_awm", GUIDED),
+    ("flux", DPO, "tiny_awm", [*GUIDED, "actor.forward_process.schedule_choice=stratified"]),
     ("z_image", FLOWGRPO, "tiny_gspo", WINDOW),
     ("z_image", DPO, "tiny_nft", []),
     ("wan", FLOWGRPO, "tiny_flow_dppo", [*WINDOW, *FILM]),
@@ -81,6 +91,7 @@ def test_two_steps_on_a_tiny_model(name, app, recipe, more, model, one_process, 
         assert rows[0]["actor/on_policy"] == 1
     if recipe == "tiny_dpo":
         assert [row["pairs/pairs"] for row in rows] == [2, 2]
+        assert [row["actor/count"] for row in rows] == [10, 10]
 
 
 def pictures(folder, count):

@@ -99,6 +99,17 @@ def test_draws_belong_to_rows_and_change_with_the_seed(make_engine: Any, make_ba
     assert drawn.median() == pytest.approx(0.75, abs=0.06)  # 3/2 over 2: the shifted median
 
 
+def test_stratified_levels_are_one_of_each_part_of_the_noisier_end(make_engine: Any) -> None:
+    engine, x0, table = make_engine("forward_process"), torch.zeros(200, 1), torch.linspace(1.0, 0.0, 11)
+    engine.objective.config = ForwardProcessConfig(num_levels=4, schedule_fraction=0.7, schedule_choice="stratified")
+    places = ((1 - engine.objective.draw(1, x0, table, False)[1]) * 10).round().long()
+    # Flow-Factory's FLUX setting: 4 of the first 7 levels of 10, whose parts are 0, 1-2, 3-4, 5-6
+    assert [sorted(set(column.tolist())) for column in places.unbind(1)] == [[0], [1, 2], [3, 4], [5, 6]]
+    assert all(0.3 < (column == column.min()).float().mean() < 0.7 for column in places[:, 1:].unbind(1))
+    engine.objective.config = ForwardProcessConfig(schedule_fraction=0.5, schedule_choice="stratified")
+    assert engine.objective.draw(1, x0, table, False)[1].shape == (200, 5)
+
+
 def test_micro_batches_change_nothing_and_the_old_policy_may_be_the_present(
     make_engine: Any, make_batch: Any, stir: Any
 ) -> None:

@@ -60,7 +60,8 @@ READERS = {
     "diffusion_losses.forward_process:_finish": "actor.diffusion_loss.lag_kl_coef",
     "diffusion_losses.config:DiffusionLossConfig": "actor.diffusion_loss.options",
     "fsdp_diffusers_engine.forward_process:_levels": "actor.forward_process.levels actor.forward_process.num_levels "
-    "actor.forward_process.schedule_fraction actor.forward_process.logit_mean actor.forward_process.logit_std "
+    "actor.forward_process.schedule_fraction actor.forward_process.schedule_choice "
+    "actor.forward_process.logit_mean actor.forward_process.logit_std "
     "actor.forward_process.shift",
     "fsdp_diffusers_engine.forward_process:ForwardProcess": "actor.forward_process.reference_state",
     "fsdp_diffusers_engine.optim:build_optimizer": "actor.optim.lr actor.optim.betas actor.optim.eps actor.optim.weight_decay",
@@ -97,7 +98,7 @@ READERS = {
     TRAINER: "algorithm.flat_groups",
     "flowgrpo.trainer": "algorithm.old_log_probs algorithm.step_fraction trainer.seed",
     "dpo_online.cli:_trainer": "data.offline",
-    "dpo_online.trainer": "algorithm.pair_mode algorithm.pair_margin",
+    "dpo_online.trainer": "algorithm.pair_mode algorithm.pair_ties algorithm.pair_margin",
     f"{TRAINER}._fit": "trainer.trackers trainer.total_steps trainer.val_before_train",
     f"{TRAINER}._late": "trainer.max_hours",
     "ray_trainer.ahead:Ahead": "trainer.staleness",

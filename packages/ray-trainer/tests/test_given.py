@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from ray_trainer import given
 from ray_trainer.cli import parse
 from ray_trainer.errors import TrainerError
-from ray_trainer.given import read_finished
+from ray_trainer.given import Finished, read_finished
 from ray_trainer.validate import validate_config
 from run_report.video import read_video, video_size, write_video
 from safetensors.torch import save_file
@@ -93,6 +94,10 @@ def test_bad_lines_are_counted(tmp_path):
     [
         (["actor.diffusion_loss.loss_mode=awm"], "samples that were drawn and scored"),
         (["data.offline=false", "actor.diffusion_loss.loss_mode=sft"], "set data.offline=true"),
+        (
+            ["algorithm.pair_ties=keep", "algorithm.pair_margin=1"],
+            "it goes with pair_mode=best_worst and pair_margin=0",
+        ),
         (["trainer.staleness=1"], "nothing is drawn"),
         (["rollout.num_replicas=2"], "encode the pictures themselves"),
     ],
@@ -102,6 +107,28 @@ def test_what_does_not_go_together_is_refused(wrong, words, tmp_path):
     rows = [{"prompt": "one", "chosen": "a.png", "rejected": "a.png"}]
     with pytest.raises(TrainerError, match=words):
         check(tmp_path, rows, *wrong)
+
+
+def test_a_file_is_encoded_once_as_long_as_there_is_room(tmp_path, monkeypatch):
+    for name in ("a.png", "b.png"):
+        picture(tmp_path / name)
+    save_file({"latents": torch.ones(16, 64)}, tmp_path / "c.safetensors")
+    asked = []
+
+    def encode(pixels):
+        asked.append(len(pixels))
+        return [torch.full((16, 64), float(one.float().mean())) for one in pixels]
+
+    a, b, c = (str(tmp_path / name) for name in ("a.png", "b.png", "c.safetensors"))
+    finished = Finished(1, encode)
+    first, second = finished.latents([a, b, c, a]), finished.latents([c, b, a])
+    assert asked == [2]
+    assert [one.mean() for one in second] == [first[2].mean(), first[1].mean(), first[0].mean()]
+    monkeypatch.setattr(given, "CACHE", 16 * 64 * 4)
+    asked.clear()
+    small = Finished(1, encode)
+    assert [len(small.latents([a, b])) for _ in range(2)] == [2, 2]
+    assert asked == [2, 1]  # room for one of them
 
 
 def test_a_video_file_holds_what_was_written(tmp_path):

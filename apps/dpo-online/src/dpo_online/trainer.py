@@ -26,7 +26,11 @@ class RayOnlineDPOTrainer(RayDiffusionTrainer):
         """Rows winner, loser, winner, loser, …; ties and groups without a preference are skipped and counted."""
         algorithm = self.config.algorithm
         pairs = make_pairs(
-            batch["rm_scores"][:, 0], list(batch["uid"]), margin=algorithm.pair_margin, mode=algorithm.pair_mode
+            batch["rm_scores"][:, 0],
+            list(batch["uid"]),
+            margin=algorithm.pair_margin,
+            mode=algorithm.pair_mode,
+            ties=algorithm.pair_ties,
         )
         metrics = {name: float(value) for name, value in pairs.metrics.items()}
         gaps = batch["rm_scores"][pairs.winner, 0] - batch["rm_scores"][pairs.loser, 0]

@@ -22,6 +22,7 @@ LoRAInit = Literal["gaussian", "kaiming"]
 Schedule = Literal["constant", "linear", "cosine"]
 Content = Literal["model", "optimizer", "extra", "lora", "hf_model"]
 Levels = Literal["schedule", "uniform", "logit_normal"]
+Choice = Literal["any", "stratified"]
 Count = Annotated[int, Interval(ge=1, le=1_000_000_000)]
 CountOrZero = Annotated[int, Interval(ge=0, le=1_000_000_000)]
 Seed = Annotated[int, Interval(ge=0, le=2**63 - 1)]
@@ -188,6 +189,9 @@ class ForwardProcessConfig:
     """Levels per sample in one update; 0 takes all that `schedule_fraction` allows (one for the other kinds)."""
     schedule_fraction: PositiveShare = 0.99
     """Share of the schedule that one update uses; DiffusionNFT drops one random level of ten by 0.99."""
+    schedule_choice: Choice = "any"
+    """Which of its levels: `any` draws from all of it, without repetition; `stratified` takes the first `schedule_fraction` of it,
+    the noisier end, and draws one level from each of `num_levels` equal parts (AWM's and Flow-Factory's `discrete`)."""
     logit_mean: Annotated[float, Interval(ge=-100, le=100)] = 0.0
     """Mean of the logit of `logit_normal` levels."""
     logit_std: Annotated[float, Interval(gt=0, le=100)] = 1.0

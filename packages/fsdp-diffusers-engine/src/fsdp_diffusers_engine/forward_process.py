@@ -167,6 +167,10 @@ def _levels(config: ForwardProcessConfig, table: Tensor | None, generator: torch
         # A random choice without repetition, new for every row: it drops a random level, not the last one.
         most = max(1, int(len(table) * config.schedule_fraction))
         wanted = min(config.num_levels, most) if config.num_levels > 0 else most
+        if config.schedule_choice == "stratified":
+            bounds = torch.tensor([most * part // wanted for part in range(wanted + 1)])
+            places = bounds[:-1] + (torch.rand(wanted, generator=generator) * bounds.diff()).long()
+            return table[places.minimum(bounds[1:] - 1)]
         return table[torch.randperm(len(table), generator=generator)[:wanted]]
     wanted = max(config.num_levels, 1)
     if config.levels == "uniform":

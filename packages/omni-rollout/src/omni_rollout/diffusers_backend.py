@@ -133,35 +133,27 @@ class DiffusersBackend:
         """See `samples.parted`."""
         return parted(requests, self.generate(requests), owners)
 
+    def clean(self, pixels: Sequence[Tensor]) -> list[Tensor]:
+        """Clean latents [...] fp32 of pictures or videos of one size, uint8 [3, H, W] or [T, 3, H, W] each."""
+        with self._timed("encode"):
+            return list(self.spec.encode(self.vae, torch.stack(list(pixels))).cpu())
+
     @torch.no_grad()
-    def take(self, requests: Sequence[GenerationRequest], finished: Sequence[Tensor]) -> Rows:
-        """Rows of pictures that are given, as if these requests had drawn them.
+    def take(self, requests: Sequence[GenerationRequest], clean: Sequence[Tensor]) -> Rows:
+        """Rows of pictures that are given, as if these requests, B of one kind of settings, had drawn their clean latents [...].
 
-        Args:
-            requests: B with one kind of settings.
-            finished: of each the pixels, uint8 [3, H, W] or [T, 3, H, W], or its clean latents [...] in floating point.
-
-        Raises `RolloutConfigError` for a size that this architecture or these settings do not take.
+        Raises `RolloutConfigError` for a size that these settings do not have.
         """
-        from model_specs.errors import SpecError
-
         settings = requests[0].settings
         shape = self.spec.latent_shape(*_size(settings).values())
-        try:
-            with self._timed("encode"):
-                cond = self._encode([request.prompt for request in requests], settings)
-                clean = [
-                    one.float() if one.is_floating_point() else self.spec.encode(self.vae, one[None])[0].cpu()
-                    for one in finished
-                ]
-        except SpecError as error:
-            raise RolloutConfigError(str(error)) from error
         for one in clean:
             if one.shape != shape:
                 raise RolloutConfigError(
                     f"latents {tuple(one.shape)} do not fit {_size(settings)}, which needs {shape}."
                 )
-        return given(requests, torch.stack(clean), self._schedule(settings), cond=cond, negative=None)
+        with self._timed("encode"):
+            cond = self._encode([request.prompt for request in requests], settings)
+        return given(requests, torch.stack(list(clean)), self._schedule(settings), cond=cond, negative=None)
 
     @torch.no_grad()
     def _generate_batch(self, batch: list[GenerationRequest]) -> TensorDict:

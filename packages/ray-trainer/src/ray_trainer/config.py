@@ -173,6 +173,9 @@ class AlgorithmConfig:
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     pair_mode: Literal["best_worst", "all"] = "best_worst"
     """Preference pairs of one prompt: best_worst or all (dpo)."""
+    pair_ties: Literal["skip", "keep"] = "skip"
+    """What becomes of a prompt whose samples all have one reward, with pair_mode best_worst and pair_margin 0: skip counts it; keep
+    makes a pair of it all the same, as flow_grpo and verl-omni do (dpo)."""
     pair_margin: Annotated[float, Interval(ge=0, le=1e9)] = 0.0
     """Pairs whose rewards differ by no more than this are skipped and counted (dpo)."""
     step_fraction: Annotated[float, Interval(gt=0, le=1)] = 1.0

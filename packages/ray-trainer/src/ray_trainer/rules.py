@@ -235,6 +235,12 @@ def _rewards(config: RunConfig) -> Iterator[str]:
 
 def _pairs(config: RunConfig) -> Iterator[str]:
     """Two rows that belong together must stay together."""
+    algorithm = config.algorithm
+    if algorithm.pair_ties == "keep" and (algorithm.pair_mode == "all" or algorithm.pair_margin > 0):
+        yield (
+            f"algorithm.pair_ties=keep with pair_mode={algorithm.pair_mode} and pair_margin={algorithm.pair_margin}: it goes with "
+            "pair_mode=best_worst and pair_margin=0"
+        )
     micro = config.actor.ppo_micro_batch_size_per_gpu
     if micro % 2:
         yield f"actor.ppo_micro_batch_size_per_gpu={micro} must be even: dpo takes pairs of rows"

@@ -20,7 +20,7 @@ from omni_rollout.types import GenerationRequest
 from .card_memory import GB, Needs, Placement, measure
 from .cluster import available_cpus, memory_mb
 from .config import RunConfig, SyncMode, updates_per_step
-from .given import read_finished
+from .given import Finished
 from .model_folder import read_index
 from .models import check_present, fetch
 from .rows import Store
@@ -86,6 +86,7 @@ class ActorRolloutRefWorker:
         names += ("final_latents",) if self.config.goes_on and "final_latents" not in names else ()
         self.rows = Store((*names, "means") if self.config.rollout_means else names)
         # None where engines in other processes sample: then no text encoder and no decoder is loaded here.
+        self.finished = Finished(self.config.rollout.pipeline.num_frames, lambda pixels: self.backend.clean(pixels))
         self.backend: Any = self._make_backend() if self.config.shares_weights else None
 
     def _make_backend(self) -> Any:
@@ -129,8 +130,7 @@ class ActorRolloutRefWorker:
 
     def take(self, requests: Sequence[GenerationRequest], files: Sequence[str]) -> list[int]:
         """Keep finished pictures from files, as if these requests had drawn them; their slots here."""
-        frames = self.config.rollout.pipeline.num_frames
-        return self.rows.keep(self.backend.take(requests, [read_finished(Path(file), frames) for file in files]))
+        return self.rows.keep(self.backend.take(requests, self.finished.latents(files)))
 
     def keep(self, rows: Rows, copies: bool = False) -> list[int]:
         """Take rows of another process, which may be copies of those that it keeps; their slots here."""
