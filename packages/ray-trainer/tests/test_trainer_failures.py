@@ -164,7 +164,7 @@ class Fakes:
             Path(arguments[0]).mkdir(parents=True, exist_ok=True)
             if self.samples > 1:  # the checkpoint of a whole step, not the one after a failure
                 self.fail("save")
-        if method is Worker.export_lora:
+        if method is Worker.export:
             self.fail("report")
         return [0.0 if method is Worker.memory_gb else {}]
 

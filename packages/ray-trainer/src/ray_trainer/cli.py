@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,11 +47,12 @@ def help_text(app: App) -> str:
     told = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in commands.COMMANDS.items())
     return (
         f"{app.name}: {app.summary}\n\n"
-        f"usage: {app.name} [recipe=NAME|FILE.yaml] [key=value …] [--dry-run] [--help]   train\n"
+        f"usage: {app.name} [recipe=NAME|FILE.yaml] [key=value …] [--dry-run|--quiet|--debug]   train\n"
         f"       {app.name} COMMAND …                                   one of those below; each has --help\n\n"
         f"commands:\n{told}\n\n"
         f"recipes (default {app.default}):\n{recipes}\n\n"
         f"keys that people change most (--dry-run prints them all):\n{MAIN_KEYS}\n\n"
+        "--quiet says nothing but warnings, errors and the table at the end; --debug prints the traceback of an error\n\n"
         "exit codes: 0 done, 1 a step failed, 2 the input cannot be used, 130 interrupted (resumable)\n"
     )
 
@@ -85,6 +87,8 @@ def run(app: App, argv: list[str] | None = None) -> int:
 
 
 def _run(app: App, argv: list[str]) -> int:
+    quiet, debug = "--quiet" in argv, "--debug" in argv
+    argv = [a for a in argv if a not in ("--quiet", "--debug")]
     try:
         if argv and not argv[0].startswith("-") and "=" not in argv[0]:
             name, argv = argv[0], argv[1:]
@@ -103,13 +107,18 @@ def _run(app: App, argv: list[str]) -> int:
         if dry_run:
             print(to_yaml(config) + "".join(f"# {line}\n" for line in [*plan, *foresee(config)]), end="")
             return 0
-        print("\n".join(plan), flush=True)
+        shown = [line for line in plan if not quiet or line.startswith("warning")]
+        print("".join(f"{line}\n" for line in shown), end="", flush=True)
         with ray_session(config.ray):
             if cluster_address(config.ray):
                 check_machines(config)
-            _algorithm(app, config)(config).fit()
+            trainer = _algorithm(app, config)(config)
+            trainer.quiet = quiet
+            trainer.fit()
         return 0
     except (TrainerError, OSError) as error:
+        if debug:
+            traceback.print_exception(error, file=sys.stderr)
         print(f"{app.name}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except Interrupted as stop:
@@ -121,5 +130,7 @@ def _run(app: App, argv: list[str]) -> int:
         )
         return 130
     except TrainingFailed as failure:
+        if debug:
+            traceback.print_exception(failure, file=sys.stderr)
         print(f"{app.name}: failed: {failure}", file=sys.stderr)
         return 1

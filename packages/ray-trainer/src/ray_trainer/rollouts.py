@@ -27,6 +27,7 @@ from omni_rollout.fleet import Fleet
 from omni_rollout.samples import Chunk, column
 from omni_rollout.sampling import resolve_settings
 from omni_rollout.types import GenerationRequest
+from run_report import estimate
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -115,12 +116,18 @@ class Rollouts:
         return await self.agent_loop.draw(requests_of(self.config, rows, n, step=step, validate=False))
 
     def score_metrics(self, batch: TensorDict) -> dict[str, float]:
-        """`reward/mean`, `reward/std`, `reward/failed` and the mean of every component, over the samples that have a score."""
+        """`reward/mean`, `reward/std`, `reward/failed` and the mean of every component, over the samples that have a score; and
+        `reward/stderr`, the standard error of the mean over prompts, whose samples are not independent."""
         scores = batch["rm_scores"][:, 0]
+        groups: dict[str, list[float]] = {}
+        for uid, score in zip(batch["uid"], scores.tolist(), strict=True):
+            if math.isfinite(score):
+                groups.setdefault(uid, []).append(score)
         finite = scores[scores.isfinite()]
         metrics = {
             "reward/mean": float(finite.mean()) if len(finite) else math.nan,
             "reward/std": float(finite.std()) if len(finite) > 1 else 0.0,
+            "reward/stderr": estimate([sum(group) / len(group) for group in groups.values()]).stderr,
             "reward/failed": float(sum(error is not None for error in batch["reward_errors"])),
         }
         components = list(batch["reward_components"])

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import sys
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -33,6 +34,7 @@ from run_report import (
     save_validation,
     summarize,
     truncate_validations,
+    working,
 )
 from run_report.trackers import Trackers
 from tensordict import TensorDict
@@ -45,6 +47,7 @@ from .failure import disk_full, first_cause, is_out_of_memory, less_memory, reco
 from .group import WorkerGroup
 from .interrupt import StopRequest
 from .pictures import fetched
+from .progress import Progress
 from .prompts import Prompt, PromptSampler, load_prompt_sets
 from .report import rebuild
 from .rollouts import Rollouts, open_sampler
@@ -65,6 +68,7 @@ class RayDiffusionTrainer(ABC):
 
     def __init__(self, config: RunConfig, echo: Callable[[str], None] = print):
         self.config, self.echo, self._began = config, echo, time.monotonic()
+        self._progress = Progress()
         self.options = {**self.OPTIONS, **config.algorithm.options}
         loop, data = config.trainer, config.data
         train, held_out = load_prompt_sets(data)
@@ -108,8 +112,25 @@ class RayDiffusionTrainer(ABC):
                     raise
                 raise self._failed(error) from error
 
-    phase = "load"
-    """What is being done: load, rollout, reward, update, sync, validation, save or report."""
+    quiet = False
+    """Say nothing but warnings, errors and the table at the end."""
+    _phase = "load"
+
+    @property
+    def phase(self) -> str:
+        """What is being done: load, rollout, reward, update, sync, validation, save or report."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self._phase = name
+        if self.live:
+            self.live.busy(name)
+
+    def say(self, line: str) -> None:
+        """A line that `quiet` leaves out, unless it warns."""
+        if not self.quiet or line.startswith("warning"):
+            self.echo(line)
 
     ahead: Ahead | None = None
     """Draws each step's samples one step early, with `trainer.staleness=1`."""
@@ -117,12 +138,15 @@ class RayDiffusionTrainer(ABC):
     def _open(self, stack: ExitStack) -> None:
         loop = self.config.trainer
         # Workers first: what they refuse is refused before anything is written.
-        self.workers = WorkerGroup(self.config)
+        with working(f"loading {self.config.model.path} in {loop.num_workers} training process(es)", self.say):
+            self.workers = WorkerGroup(self.config)
         stack.callback(self._quietly, self.workers.close)
         for line in self.workers.placement.lines:
-            self.echo(line)
+            self.say(line)
         self._runner = stack.enter_context(asyncio.Runner())
-        self.sampler = self._runner.run(open_sampler(self.config, self.workers))
+        own = self.config.shares_weights  # else replicas sample: engines compile when they start
+        with nullcontext() if own else working("starting the replicas that sample", self.say):
+            self.sampler = self._runner.run(open_sampler(self.config, self.workers))
         stack.callback(self._quietly, lambda: self._runner.run(self.sampler.close()))
         self.rollouts = Rollouts(self.config, self.sampler)
         stack.callback(self._quietly, self.rollouts.close)
@@ -154,7 +178,7 @@ class RayDiffusionTrainer(ABC):
             first_step=done + bool(done),
             note=self._note,
         )
-        with trackers as self.trackers, LiveLine(loop.total_steps, first_step=done) as live:
+        with trackers as self.trackers, self._line(done) as live:
             self.live = live
             if done == 0 and loop.val_before_train:
                 self._guarded(0, lambda: self._append(0, self._validate(0)))
@@ -176,6 +200,15 @@ class RayDiffusionTrainer(ABC):
                     return
         self._finish()
 
+    @contextmanager
+    def _line(self, done: int) -> Iterator[LiveLine]:
+        """The live line; one that nobody sees where the run is quiet."""
+        with (
+            open(os.devnull, "w", encoding="utf-8") if self.quiet else nullcontext(sys.stdout) as stream,
+            LiveLine(self.config.trainer.total_steps, first_step=done, stream=stream) as live,
+        ):
+            yield live
+
     def _late(self, step_s: float) -> bool:
         """Whether another step of this length would end after `trainer.max_hours`."""
         limit = self.config.trainer.max_hours * 3600
@@ -185,7 +218,7 @@ class RayDiffusionTrainer(ABC):
 
     def _note(self, line: str) -> None:
         """Say something to a person, also while the live line is on the screen."""
-        (self.live.note if self.live else self.echo)(line)
+        (self.live.note if self.live and not self.quiet else self.say)(line)
 
     def _resume(self) -> int:
         """Steps already done: 0, or those of the newest checkpoint, whose weights are then in the workers."""
@@ -198,7 +231,7 @@ class RayDiffusionTrainer(ABC):
             self.workers.call(Worker.load_checkpoint, str(checkpoint.step_folder(self.run.checkpoints, done)))
             self.writer.truncate_after(done)
             truncate_validations(self.run.path, done)
-            self.echo(f"resuming {self.run.path} after step {done}")
+            self.say(f"resuming {self.run.path} after step {done}")
         # Only now: what the workers refuse leaves the folder as it was.
         save_changes(self.run.path, done or 0, self.changes if done else [])
         resume.begin(self.run, self.config, self.inputs)
@@ -325,14 +358,8 @@ class RayDiffusionTrainer(ABC):
 
     def _append(self, step: int, metrics: Metrics) -> None:
         self.trackers.row(step, self.writer.append(step, metrics))
-        shown = {
-            "reward": "reward/mean",
-            "val": "val/reward_mean",
-            "val strict": "val/strict_mean",
-            "kl": "actor/kl_loss",
-        }
         assert self.live is not None
-        self.live.update(step, {name: metrics[key] for name, key in shown.items() if key in metrics})
+        self.live.update(step, self._progress.shown(metrics))
 
     # ---- the steps of a step ---------------------------------------------------------------------------------------------
 

@@ -7,10 +7,10 @@ from .changes import comparable, load_changes, save_changes
 from .environment import save_environment
 from .errors import ReportError
 from .gallery import load_validations, save_validation, truncate_validations
-from .live import LiveLine
+from .live import LiveLine, working
 from .metrics import MetricsWriter, read_metrics
 from .page import write_report
-from .stats import compare, summarize
+from .stats import compare, estimate, summarize
 
 __all__ = [
     "LiveLine",
@@ -18,6 +18,7 @@ __all__ = [
     "ReportError",
     "comparable",
     "compare",
+    "estimate",
     "load_changes",
     "load_validations",
     "read_metrics",
@@ -26,5 +27,6 @@ __all__ = [
     "save_validation",
     "summarize",
     "truncate_validations",
+    "working",
     "write_report",
 ]

@@ -1,10 +1,15 @@
-"""One live console line of a run: step, reward, validation, time left. A bar on a terminal, plain lines in a log."""
+"""One live console line of a run: step, reward, validation, time left. A bar on a terminal, plain lines in a log.
+
+`working` is for what comes before: it says what takes long, and how long it has taken.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import IO, Any
 
@@ -42,7 +47,8 @@ class LiveLine:
         self._clock = clock
         self._start = clock()
         self._last_line: float | None = None
-        self._values: dict[str, float] = {}
+        self._values: dict[str, float | str] = {}
+        self._said = ""
         self._progress: Any = None
         self._task: Any = None
 
@@ -69,10 +75,16 @@ class LiveLine:
             self._progress.stop()
             self._progress = None
 
-    def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Step `step` is done. `values` are shown in order; those not given again keep their last number."""
+    def busy(self, phase: str) -> None:
+        """What is being done now: on a terminal it stands after the line."""
+        if self._progress is not None:
+            self._progress.update(self._task, description=f"{self._said}  {phase} …".lstrip())
+
+    def update(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Step `step` is done. `values` are shown in order, a number with three digits and a text as it is; those not given again
+        stay as they were."""
         self._values.update(values)
-        line = self.line(step)
+        line = self._said = self.line(step)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=line)
             return
@@ -92,10 +104,33 @@ class LiveLine:
         """The text of the line at `step`."""
         width = len(str(self.total_steps))
         parts = [f"step {step:>{width}}/{self.total_steps}"]
-        parts += [f"{name} {value:.3f}" for name, value in self._values.items()]
+        shown = {name: value if isinstance(value, str) else f"{value:.3f}" for name, value in self._values.items()}
+        parts += [f"{name} {value}" for name, value in shown.items()]
         done = step - self._first_step
         if done > 0:
             pace = (self._clock() - self._start) / done
             parts.append(f"{pace:.1f} s/step")
             parts.append(f"eta {duration(pace * (self.total_steps - step))}")
         return "  ".join(parts)
+
+
+@contextmanager
+def working(text: str, say: Callable[[str], object] = print, every_s: float = 20.0) -> Iterator[None]:
+    """Say that something begins, every `every_s` seconds that it still goes on, and, if that was ever said, that it is done."""
+    start, ended, told = time.monotonic(), threading.Event(), [False]
+
+    def remind() -> None:
+        while not ended.wait(every_s):
+            told[0] = True
+            say(f"{text}: {duration(time.monotonic() - start)} so far")
+
+    say(f"{text} …")
+    thread = threading.Thread(target=remind, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+    if told[0]:
+        say(f"{text}: done in {duration(time.monotonic() - start)}")
