@@ -4,6 +4,7 @@ A receipt that is not the sender's ends a run, so a run that ends well had the s
 """
 
 import json
+import os
 import shutil
 from importlib.resources import files
 from pathlib import Path
@@ -79,6 +80,23 @@ def test_the_other_program_and_replicas_with_weights_of_their_own(start, metric_
         one, other = (load_file(folder / name / "pytorch_lora_weights.safetensors") for name in ("lora", "lora_ema"))
         assert one.keys() == other.keys()
         assert any(not torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.skipif("NIGHTLY" not in os.environ, reason="two trainers and two replicas: a minute and more")
+def test_sharded_weights_in_mixed_precision(start, metric_rows, tmp_path):
+    """fp32 shards that compute in bf16, copies on the CPU, and replicas in bf16: every gather is made by both trainers."""
+    folder = tmp_path / "run"
+    arguments = [
+        *("recipe=tiny_flow_grpo", *MICRO, *FULL, *EMA, "trainer.num_workers=2", "rollout.num_replicas=2"),
+        *("actor.fsdp_config.mixed_precision.param_dtype=bf16", "actor.fsdp_config.state_offload=true"),
+        *("rollout.dtype=bfloat16", "algorithm.old_log_probs=trainer"),
+    ]
+    done = ran(start("flowgrpo", *arguments, f"trainer.run_dir={folder}").wait(timeout=290))
+    assert "one copy for each 2, policy states on the CPU" in done.out
+    for row in metric_rows(folder)[1:]:
+        assert row["sync/tensors_bound"] == WEIGHTS
+        assert row["actor/grad_norm"] > 0
+        assert row["actor/kl_loss"] > 0
 
 
 def test_merged_weights_in_a_real_engine(start, metric_rows, tmp_path):
