@@ -347,6 +347,21 @@ DOORS = (
 """Keys that may name what a person wrote, as "module:attribute" or "./file.py:attribute"."""
 EITHER = {"reward.several": ("reward.name", "reward.options"), "data.sources": ("data.train_file", "data.val_file")}
 """Sections with several of something, and the keys that say one of it: a layer with the one puts the other of lower layers away."""
+ELSEWHERE = {
+    "learning_rate": "actor.optim.lr",
+    "max_steps": "trainer.total_steps",
+    "num_train_epochs": "trainer.total_steps",
+    "output_dir": "trainer.run_dir",
+    "num_generations": "rollout.n",
+    "num_images_per_prompt": "rollout.n",
+    "group_size": "rollout.n",
+    "resolution": "rollout.pipeline.height",
+    "num_gpus": "trainer.num_workers",
+    "rank": "model.lora_rank",
+    "pretrained_model_name_or_path": "model.path",
+    "beta": "actor.diffusion_loss.ref_kl_coef",
+}
+"""What other trainers call a key, for the one that is named when it is typed here."""
 PATHS = ("trainer.run_dir", "model.path", "model.lora_adapter_path", "data.train_file", "data.val_file")
 """Keys in which `~` and `$HOME` mean what they mean to a shell."""
 
@@ -370,7 +385,9 @@ def _read(name: str, node: Node | str, source: str) -> Any:
         leaf = name.rpartition(".")[2]
         # A right name under the wrong section is the commonest slip: offer where that leaf lives.
         same = [known for known in keys if known.split(".")[-1] == leaf]
-        hint = next(iter(same or difflib.get_close_matches(name, keys, n=1, cutoff=0.4)), None)
+        hint = next(iter(same), ELSEWHERE.get(leaf)) or next(
+            iter(difflib.get_close_matches(name, keys, n=1, cutoff=0.4)), None
+        )
         raise TrainerError(
             f"unknown config key {name!r} in {source}" + (f"; did you mean {hint!r}?" if hint else "; see --help")
         )
@@ -488,17 +505,28 @@ def check_values(schema: type, tree: dict[str, Any], prefix: str = "") -> None:
             raise TrainerError(f"{prefix}{name}{wrong}")
 
 
-def _build(schema: Any, tree: dict[str, Any]) -> Any:
-    """The dataclass of a whole tree."""
+def _build(schema: Any, tree: dict[str, Any], prefix: str = "") -> Any:
+    """The dataclass of a whole tree.
+
+    Raises:
+        TrainerError: values that do not go together, with the key of the section that says so.
+    """
     made = dict(tree)
     for key, kind in get_type_hints(schema).items():
         inner, value = is_section(kind), made.get(key)
         several = is_section(get_args(kind)[1]) if get_origin(kind) is dict else None
         if inner is not None and isinstance(value, dict):
-            made[key] = _build(inner, value)
+            made[key] = _build(inner, value, f"{prefix}{key}.")
         elif several is not None and isinstance(value, dict):
-            made[key] = {label: _build(several, one) for label, one in value.items()}
-    return schema(**made)
+            made[key] = {label: _build(several, one, f"{prefix}{key}.{label}.") for label, one in value.items()}
+    try:
+        return schema(**made)
+    except (ValueError, TypeError) as error:
+        if isinstance(error, TrainerError):
+            raise
+        said = " ".join(str(error).split())
+        named = prefix if said.partition("=")[0] in made else f"{prefix.removesuffix('.')}: " if prefix else ""
+        raise TrainerError(f"{named}{said}") from error
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
