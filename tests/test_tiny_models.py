@@ -1,8 +1,12 @@
 """Whole runs of both programs on tiny models of the other architectures, each family of algorithms at least once: two steps in one
-process, without Ray. The engine's part is in test_tiny_models_with_an_engine, and in omni-rollout's own tests."""
+process, without Ray. With NIGHTLY=1 also with a real engine under Ray; omni-rollout's own tests hold each engine to the embedded
+backend."""
 
 import json
 import math
+import os
+import platform
+import sys
 
 import dpo_online.cli
 import flowgrpo.cli
@@ -132,3 +136,25 @@ def test_sft_on_videos_of_a_tiny_wan(model, one_process, tmp_path):
     assert [event.step for event in events.Images("samples")] == [2, 3]
     # A run that begins anew may remove all of it.
     assert _why_not_ours(run_dir) == ""
+
+
+NO_ENGINE = (sys.platform, platform.machine()) != ("linux", "x86_64")
+
+
+@pytest.mark.skipif("NIGHTLY" not in os.environ or NO_ENGINE, reason="a minute each, on Linux x86-64; set NIGHTLY=1")
+@pytest.mark.parametrize(("name", "app", "recipe", "more"), CASES, ids=[f"{c[0]}-{c[2]}" for c in CASES])
+def test_two_steps_with_a_real_engine(name, app, recipe, more, model, start, metric_rows, tmp_path):
+    folder = tmp_path / "run"
+    arguments = [f"recipe={recipe}", f"model.path={model(name)}", *SMALL, *more, "rollout.backend=vllm_omni"]
+    # Random models draw noise, which this reward tells apart.
+    reward = ["reward.name=jpeg_incompressibility", *(["reward.options.video=mean"] if name.startswith("wan") else [])]
+    done = start(app.name, *arguments, *reward, f"trainer.run_dir={folder}").wait(timeout=290)
+    assert done.code == 0, done.err[-4000:]
+    assert done.left_over == []
+    rows = metric_rows(folder)
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["actor/grad_norm"] > 0
+        assert row["sync/tensors_bound"] > 0
+        if app is FLOWGRPO:
+            assert row["actor/rollout_log_prob_diff_max"] <= 1e-4
