@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -45,7 +44,8 @@ class Fault:
 
     Args:
         point: "module:function" or "module:Class.method".
-        action: "kill" the process, "hold" it there, "full" (a full disk), "memory" (out of memory), "nan" (in what it returns).
+        action: "kill" the process, "hold" it there, "full" (a full disk), "memory" (out of memory), "nan" (in what it returns),
+            "nan_in" (in its first argument after self).
         call: which call of a process, from 1.
         rank: of the training process, where only one shall fail.
         seconds: of "hold".
@@ -110,31 +110,23 @@ class Run:
         return found
 
     def kill(self, role: str) -> None:
-        """kill -9 of one process of a role."""
+        """kill -9 of one process of a role; of the driver where there is none yet."""
         self.program.watch()
-        self.processes(role)[0].kill()
+        (self.processes(role) or self.processes("driver"))[0].kill()
 
     def rows(self) -> dict[int, dict[str, float]]:
-        """Rows of metrics.jsonl by step, without what depends on the clock or the machine."""
-        file = self.run / "metrics.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        kept = {}
-        for line in lines:
-            row = json.loads(line)
-            kept[int(row["step"])] = {
-                k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "metrics/", "rollout/"))
-            }
-        return kept
+        """See `rows_of`."""
+        return rows_of(self.run)
 
-    def listening(self) -> set[str]:
-        """Addresses on which its processes take connections."""
-        found = set()
-        for one in [*self.processes("driver"), *psutil.Process(self.program.process.pid).children(recursive=True)]:
-            try:
-                found |= {c.laddr.ip for c in one.net_connections("inet") if c.status == psutil.CONN_LISTEN}
-            except psutil.Error:
-                continue
-        return found
+
+def rows_of(run: Path) -> dict[int, dict[str, float]]:
+    """Rows of a run's metrics.jsonl by step, without what depends on the clock or the machine."""
+    file, kept = run / "metrics.jsonl", {}
+    for line in file.read_text().splitlines() if file.exists() else []:
+        row = json.loads(line)
+        clocked = ("time/", "perf/", "metrics/", "rollout/")
+        kept[int(row["step"])] = {name: value for name, value in row.items() if not name.startswith(clocked)}
+    return kept
 
 
 def find_secret(folder: Path) -> list[str]:
@@ -147,10 +139,3 @@ def find_secret(folder: Path) -> list[str]:
         except OSError:
             continue
     return found
-
-
-def free_port() -> int:
-    """One that nobody uses now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])

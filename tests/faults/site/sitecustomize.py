@@ -3,6 +3,7 @@
 Python imports a module of this name by itself. `harness.Fault` writes the variable; see there for what it may say.
 """
 
+import functools
 import json
 import os
 import sys
@@ -52,6 +53,7 @@ def _arm(module, fault):
         place = getattr(place, part)
     original, calls = getattr(place, name), [0]
 
+    @functools.wraps(original)  # Ray calls an actor's method by its name
     def wrapped(*arguments, **keywords):
         calls[0] += 1
         due = calls[0] == fault["call"] and fault["rank"] in (None, _rank())
@@ -60,7 +62,9 @@ def _arm(module, fault):
                 os.close(os.open(fault["once"], os.O_CREAT | os.O_EXCL | os.O_WRONLY))
             except FileExistsError:
                 due = False
-        if due and fault["action"] != "nan":
+        if due and fault["action"] == "nan_in":
+            arguments = (arguments[0], _spoiled(arguments[1]), *arguments[2:])
+        elif due and fault["action"] != "nan":
             _act(fault, None)
         result = original(*arguments, **keywords)
         return _act(fault, result) if due and fault["action"] == "nan" else result

@@ -117,10 +117,17 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], layout: Layout) -> None
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch warns that a process without a group saves alone, which is what is meant."""
+    """torch warns that a process without a group saves alone, which is what is meant. What fails in it, such as a full disk,
+    comes in an exception that no `except Exception` sees: the first cause is raised instead."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            cause, _ = next(iter(error.failures.values()))
+            raise cause if isinstance(cause, Exception) else CheckpointError(repr(cause)) from None
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:

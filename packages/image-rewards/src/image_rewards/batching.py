@@ -77,10 +77,12 @@ class Batcher:
     async def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """Results of one request, in order. Raises `OverloadedError` at once when there is no room, and
         `RewardTimeoutError` when the time is up."""
-        if self.pending + len(samples) > self._limits.queue_samples:
+        # Those whose caller has gone stay in the queue until their turn, with their pictures.
+        waiting = max(self.pending, self._queue.qsize())
+        if waiting + len(samples) > self._limits.queue_samples:
             self.counts["rejected"] += len(samples)
             raise OverloadedError(
-                f"{self.pending} samples wait already, and {len(samples)} more would pass {self._limits.queue_samples}."
+                f"{waiting} samples wait already, and {len(samples)} more would pass {self._limits.queue_samples}."
             )
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in samples]

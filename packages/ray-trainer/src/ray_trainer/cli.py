@@ -16,6 +16,7 @@ from .card_memory import foresee
 from .cluster import cluster_address, prepare_environment, ray_session
 from .config import RunConfig, to_yaml
 from .errors import Interrupted, TrainerError, TrainingFailed
+from .interrupt import sigterm_interrupts
 from .machines import check_machines
 from .output import safe_output
 from .validate import validate_config
@@ -109,7 +110,7 @@ def _run(app: App, argv: list[str]) -> int:
             return 0
         shown = [line for line in plan if not quiet or line.startswith("warning")]
         print("".join(f"{line}\n" for line in shown), end="", flush=True)
-        with ray_session(config.ray):
+        with sigterm_interrupts(), ray_session(config.ray), sigterm_interrupts():
             if cluster_address(config.ray):
                 check_machines(config)
             trainer = _algorithm(app, config)(config)
@@ -126,7 +127,8 @@ def _run(app: App, argv: list[str]) -> int:
         return 130
     except KeyboardInterrupt:
         print(
-            f"{app.name}: stopped at once; trainer.on_existing=resume goes on from the last checkpoint", file=sys.stderr
+            f"{app.name}: stopped at once; trainer.on_existing=resume goes on from the last checkpoint, if there is one",
+            file=sys.stderr,
         )
         return 130
     except TrainingFailed as failure:

@@ -5,8 +5,26 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """While entered, SIGTERM raises KeyboardInterrupt as Ctrl-C does; for what comes before the steps, and after them.
+
+    Ray installs a handler of its own when it starts, so this is entered again after that.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 class StopRequest:

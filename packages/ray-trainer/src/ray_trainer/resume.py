@@ -169,6 +169,8 @@ def check_resume(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]]) -> 
 
 def begin(run: RunDir, config: RunConfig, prompts: Mapping[str, Sequence[Prompt]]) -> None:
     """Write what the run is made of into its folder, once it is sure that it goes on: `config.yaml` and its prompts' hashes."""
-    run.config.write_text(to_yaml(config), encoding="utf-8")
     hashes = {key: _fingerprint(prompts[key]) for key in PROMPT_FILES}
-    (run.path / _INPUTS).write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
+    for file, text in ((run.config, to_yaml(config)), (run.path / _INPUTS, json.dumps(hashes, indent=1) + "\n")):
+        draft = file.with_name(f"{file.name}.tmp")  # a full disk costs the draft and not what the run began with
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(file)

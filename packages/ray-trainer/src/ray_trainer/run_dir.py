@@ -23,7 +23,7 @@ from .values import read_yaml, section
 
 _STEP = r"\.?step_\d+(\.\w+)?"
 _OURS = re.compile(
-    r"config\.yaml|(metrics|changes)\.jsonl(\.tmp)?|report\.html(\.tmp)?|(environment|inputs)\.json"
+    r"(config\.yaml|(metrics|changes)\.jsonl|report\.html|inputs\.json)(\.tmp)?|environment\.json"
     rf"|samples/{_STEP}/(grid\.png|index\.json|full/\d+\.(png|mp4))"
     rf"|checkpoints/(latest\.(json|tmp)|{_STEP}/([\w.-]+/)*[\w.-]+\.(safetensors|json|metadata|distcp|tmp))"
     r"|lora(_ema)?/(transformer_2/)?\.?pytorch_lora_weights\.safetensors(\.\d+\.tmp)?"
