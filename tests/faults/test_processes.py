@@ -83,7 +83,7 @@ POINTS = {
     "row": ("run_report.metrics:MetricsWriter.append", 2),
     "checkpoint": ("fsdp_diffusers_engine.checkpoint:write_record", 1),
     "rename": ("ray_trainer.checkpoint:_write", 2),
-    "end": ("ray_trainer.workers:ActorRolloutRefWorker.export_lora", 1),
+    "end": ("ray_trainer.workers:ActorRolloutRefWorker.export", 1),
     "report": ("run_report.page:page", 1),
 }
 """Where a trial stops the run: a function, and which of its calls after the start."""
