@@ -371,7 +371,7 @@ def test_a_run_killed_at_any_moment_goes_on_with_the_same_rows(start, metric_row
             folder = tmp_path / f"whole{len(reference)}"
             assert start("flowgrpo", *arguments, f"trainer.run_dir={folder}").wait().code == 0
             reference[key] = without_counters(metric_rows(folder))
-        moment = chance.randrange(0 if nightly else 1, 5), chance.uniform(0, 1.5)
+        moment = chance.randrange(0 if nightly else 1, 4), chance.uniform(0, 0.4)
         found = killed_and_resumed(start, metric_rows, tmp_path / f"killed{number}", arguments, victim, moment)
         assert without_counters(found) == reference[key], (victim, mode, moment)
 
