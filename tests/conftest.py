@@ -173,7 +173,7 @@ class Rewards:
         pass
 
     async def score_all(self, samples):
-        return [SimpleNamespace(score=float(sample.index), components={}, error=None) for sample in samples]
+        return [SimpleNamespace(score=float(sample.index), components={}, error=None, look=()) for sample in samples]
 
     def shutdown(self):
         pass
@@ -194,7 +194,7 @@ def one_process(monkeypatch):
 
     def group(config):
         made = WorkerGroup.__new__(WorkerGroup)
-        made.config, made._ray, made.gang = config, Ray(), SimpleNamespace(release=lambda: None)
+        made.config, made._ray, made.gang = config, Ray(), SimpleNamespace(release=lambda: None, rewards={})
         made.workers = [Remote(Here(Worker(config)), "worker-0")]
         made.placement = SimpleNamespace(lines=[], sharding="replicate")
         made.call(Worker.init_model)

@@ -76,7 +76,7 @@ class Events:
         while self.gated and step and not self.begun(step - 1).is_set():
             await asyncio.sleep(0.01)
         picture = torch.from_numpy(sample.image.reference.value[sample.image.row])
-        return SimpleNamespace(score=float(picture.float().std()), components={}, error=None)
+        return SimpleNamespace(score=float(picture.float().std()), components={}, error=None, look=())
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from ray_trainer.values import is_section
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-GROUPS = "actor|advantages|correction|forwards|pairs|perf|reward|rollout|sync|time|val"
+GROUPS = "actor|advantages|correction|forwards|pairs|perf|reward|rollout|sync|time|val|watchdog"
 
 
 def documented():

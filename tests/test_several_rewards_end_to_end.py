@@ -1,8 +1,11 @@
 """flowgrpo's real command on real Ray: two rewards by GDPO, two prompt sources, and a resume that draws the same rows."""
 
 import json
+from itertools import pairwise
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 MICRO = [
     "data.prompts_per_step=3",
@@ -51,3 +54,43 @@ def test_two_rewards_and_two_sources_train_and_go_on_with_the_same_rows(start, m
     for key in ("reward/source_scenes_mean", "reward/source_free_mean", "reward/small_mean"):
         assert again[key] == pytest.approx(table[2][key], abs=1e-6), key
     assert json.loads((parts / "inputs.json").read_text()) == json.loads((whole / "inputs.json").read_text())
+
+
+def test_the_watchdog_warns_goes_back_and_ends_a_run(start, metric_rows, tmp_path):
+    """With bounds that every step breaks: a warning after the first, weights of before after the fourth, fifth and sixth."""
+    folder = tmp_path / "run"
+    rules = [
+        "trainer.watchdog.flat_groups={bound: -1, steps: 1}",
+        "trainer.watchdog.grad_norm={bound: -1, steps: 1, action: rollback}",
+    ]
+    more = [
+        "trainer.total_steps=9",
+        "trainer.val_every=0",
+        "trainer.val_before_train=false",
+        "trainer.keep_checkpoints=9",
+    ]
+    done = start("flowgrpo", *MICRO, *more, *rules, f"trainer.run_dir={folder}").wait()
+    assert done.code == 1
+    assert "the watchdog ended the run after step 7: the gradient norm is" in done.err
+    assert "watchdog, step 1: " in done.out + done.err
+    table = metric_rows(folder)
+    assert [row["step"] for row in table] == list(range(1, 8))
+    assert "watchdog/flat_groups" in table[0]
+    assert [row.get("watchdog/went_back_to") for row in table] == [None, None, None, 3, 4, 5, None]
+    alarms = [json.loads(line) for line in (folder / "watchdog.jsonl").read_text().splitlines()]
+    assert [(one["step"], one["action"]) for one in alarms if one["rule"] == "grad_norm"] == [
+        (4, "rollback"), (5, "rollback"), (6, "rollback"), (7, "stop"),
+    ]  # fmt: skip
+    assert "the gradient norm is" in (folder / "report.html").read_text()
+    kept = sorted(folder.glob("checkpoints/step_*"))
+    assert [one.name for one in kept] == [f"step_{step:06d}" for step in range(1, 7)]  # what collapsed is not kept
+    saved = [load_file(next(one.glob("weights/*.safetensors"))) for one in kept]
+    same = [all(torch.equal(before[name], after[name]) for name in before) for before, after in pairwise(saved)]
+    assert same == [False, False, True, True, True]
+
+
+def test_the_watchdog_is_silent_in_the_shipped_job(finished_run, metric_rows):
+    folder, _ = finished_run
+    table = metric_rows(folder)
+    assert {"rollout/saturation", "rollout/sharpness", "rollout/diversity"} <= set(table[-1])
+    assert not [key for row in table for key in row if key.startswith("watchdog/")]

@@ -78,9 +78,10 @@ READERS = {
     "rollout.device rollout.router.start_timeout_s",
     f"{TRAINER}.generate_sequence": "rollout.n",
     f"{TRAINER}._validate": "rollout.val_kwargs.n",
-    "ray_trainer.scoring:Scoring": "reward.name reward.options reward.num_workers reward.num_cpus reward.concurrency "
+    "ray_trainer.scoring": "reward.name reward.options reward.num_workers reward.num_cpus reward.concurrency "
     "reward.batch_size reward.policy reward.failure_value reward.max_retries reward.timeout_s reward.frame_timeout_s "
-    "reward.combine algorithm.advantage_std algorithm.advantage_ddof algorithm.advantage_eps",
+    "reward.combine reward.num_gpus reward.share_trainers_gpus "
+    "algorithm.advantage_std algorithm.advantage_ddof algorithm.advantage_eps",
     "ray_trainer.config:RewardConfig": "reward.several",
     "ray_trainer.workers:ActorRolloutRefWorker": "rollout.dtype rollout.fp8 ray.worker_threads algorithm.old_policy.update_every",
     "omni_rollout.agent_loop:DiffusionAgentLoopWorker": "rollout.agent.default_agent_loop",
@@ -106,6 +107,12 @@ READERS = {
     "algorithm.rollout_correction.level algorithm.rollout_correction.cap algorithm.rollout_correction.reject",
     f"{TRAINER}._step": "trainer.val_every trainer.save_every",
     f"{TRAINER}._save": "trainer.keep_checkpoints",
+    "ray_trainer.watchdog:Watchdog": "".join(
+        f"trainer.watchdog.{rule}.{key} "
+        for rule in ("flat_groups", "ratio", "kl", "grad_norm", "saturation", "sharpness", "diversity", "hacking")
+        for key in ("bound", "steps", "action")
+    ),
+    "ray_trainer.watchdog:_hacking": "trainer.watchdog.held_out",
     f"{TRAINER}._open": "trainer.run_dir trainer.on_existing",
     "ray_trainer.resume:check_resume": "trainer.allow_config_change",
     "ray_trainer.group:WorkerGroup": "trainer.num_workers",

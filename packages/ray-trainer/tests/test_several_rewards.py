@@ -125,7 +125,7 @@ class Pool:
 
 def score(config, monkeypatch):
     monkeypatch.setattr(scoring, "RewardLoopManager", Pool)
-    return scoring.Scoring(config)
+    return scoring.Scoring(config, {})
 
 
 def ask(made, uids, indices):
@@ -147,7 +147,7 @@ def test_scores_are_summed_by_weight_and_kept_apart_and_a_source_has_its_own(mak
     assert bad[2] == "right: E: bad"
 
 
-def test_gdpo_hears_a_small_reward_beside_a_large_one_and_the_sum_does_not(make, monkeypatch):
+def test_gdpo_hears_a_small_reward_beside_a_large_one_and_the_sum_does_not(make):
     text = TWO.replace("free: {", "free: {share: 1, ").replace(", rewards: [small]", "")
     generator = torch.Generator().manual_seed(0)
     small, large = torch.rand(64, generator=generator), 1000 * torch.rand(64, generator=generator)
@@ -158,22 +158,23 @@ def test_gdpo_hears_a_small_reward_beside_a_large_one_and_the_sum_does_not(make,
     )
 
     def likeness(combine, values):
-        made = score(make(f"reward.combine={combine}", "reward.several.small.weight=1", text=text), monkeypatch)
-        return float(torch.corrcoef(torch.stack([made.advantages(batch).advantages.double(), values.double()]))[0, 1])
+        config = make(f"reward.combine={combine}", "reward.several.small.weight=1", text=text)
+        return float(
+            torch.corrcoef(torch.stack([scoring.advantages(config, batch).advantages.double(), values.double()]))[0, 1]
+        )
 
     assert likeness("weighted_sum", small) < 0.2
     assert likeness("gdpo", small) > 0.5
     assert likeness("gdpo", large) > 0.5
 
 
-def test_a_reward_that_a_source_does_not_use_says_nothing_there(make, monkeypatch):
-    made = score(make("reward.combine=gdpo"), monkeypatch)
+def test_a_reward_that_a_source_does_not_use_says_nothing_there(make):
     batch = TensorDict({"rm_scores": torch.tensor([1.0, 2.0, 3.0, 9.0])[:, None]}, batch_size=[4])
     batch["uid"] = column(["step0/free-line1"] * 2 + ["step0/scenes-line1"] * 2)
     batch["reward_components"] = column(
         [{"small": 2.0}, {"small": 4.0}, {"right": 5.0, "small": 1.0}, {"right": 1.0, "small": 1.0}]
     )
-    result = made.advantages(batch)
+    result = scoring.advantages(make("reward.combine=gdpo"), batch)
     assert bool(result.mask.all())
     assert result.advantages[0] == -result.advantages[1] < 0
     assert result.advantages[2] == -result.advantages[3] > 0

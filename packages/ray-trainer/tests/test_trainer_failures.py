@@ -251,7 +251,7 @@ def program(monkeypatch, tmp_path):
 
         monkeypatch.setattr(loop, "WorkerGroup", workers)
         monkeypatch.setattr(loop, "open_sampler", sampler)
-        monkeypatch.setattr(loop, "Rollouts", lambda config, sampler: fakes)
+        monkeypatch.setattr(loop, "Rollouts", lambda config, sampler, workers: fakes)
 
         monkeypatch.setattr("ray_trainer.cli.ray_session", lambda config: nullcontext())
         app = replace(FLOWGRPO, trainer=lambda config: Plain)

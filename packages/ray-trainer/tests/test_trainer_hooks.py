@@ -12,7 +12,6 @@ from diffusion_losses import DiffusionLossConfig
 from ray_trainer.config import RolloutCorrectionConfig, compose
 from ray_trainer.errors import TrainerError
 from ray_trainer.rules import check_experts, check_rules
-from ray_trainer.scoring import Scoring
 from ray_trainer.workers import ActorRolloutRefWorker as Worker
 from run_report import MetricsWriter
 from sde_samplers import SamplerSettings
@@ -37,7 +36,7 @@ class Config:
 
     class algorithm:
         advantage_std, advantage_ddof, advantage_eps, flat_groups = "batch", 0, 1e-4, "keep"
-        pair_margin, pair_mode = 0.0, "best_worst"
+        pair_margin, pair_mode, pair_ties = 0.0, "best_worst", "skip"
         rollout_correction = RolloutCorrectionConfig()
 
     class reward:
@@ -54,8 +53,6 @@ def scored(rewards):
 def trainer(cls):
     made = cls.__new__(cls)
     made.config = Config
-    scoring = Scoring.__new__(Scoring)
-    scoring.config, made.rollouts = Config, SimpleNamespace(scoring=scoring)
     return made
 
 

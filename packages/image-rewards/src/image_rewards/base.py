@@ -59,12 +59,14 @@ class RewardResult:
         components: the parts of the score and whatever else was measured, for logs and galleries
         error: None, or "ErrorType: message"
         retryable: whether the failure may pass by itself (a service, a worker), unlike a bad picture
+        look: what `quality.look_of` says of the picture, where a worker pool scored it
     """
 
     score: float
     components: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     retryable: bool = False
+    look: tuple[float, ...] = field(default=(), compare=False, repr=False)
 
     @classmethod
     def failed(cls, error: BaseException | str, *, retryable: bool | None = None) -> RewardResult:
@@ -145,6 +147,9 @@ class Reward(ABC):
     def target_of(self, prompt: str, metadata: Mapping[str, Any]) -> Any:
         """What will be looked for, for `check` to print; None where it is the prompt itself. Raises as `check_target`."""
         return None
+
+    def sleep(self) -> None:  # noqa: B027
+        """Give GPU memory back until the next sample."""
 
     def close(self) -> None:  # noqa: B027
         """Release what the reward holds open (connections, threads)."""

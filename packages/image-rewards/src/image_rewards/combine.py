@@ -139,6 +139,10 @@ class CombinedReward(Reward):
         }
         return {label: target for label, target in found.items() if target is not None} or None
 
+    def sleep(self) -> None:
+        for reward in self.rewards.values():
+            reward.sleep()
+
     def close(self) -> None:
         for reward in self.rewards.values():
             reward.close()

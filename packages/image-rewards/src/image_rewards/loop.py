@@ -22,7 +22,7 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
-from .base import Reward, RewardResult, RewardSample
+from .base import Reward, RewardResult, RewardSample, check_image
 from .errors import (
     RewardError,
     RewardTimeoutError,
@@ -32,6 +32,7 @@ from .errors import (
     require,
 )
 from .manager import ImageRewardManager, samples_of
+from .quality import look_of
 from .registry import absolute, use_folder
 
 Policy = Literal["required", "skip", "value"]
@@ -107,6 +108,7 @@ class RewardLoopManager:
         concurrency: samples in flight per worker; more than 1 is for rewards that wait (servers, judges)
         batch_size: most samples handed over at once; None = the reward's own
         placement_group: put worker i into bundle i of this Ray placement group (colocated with whoever else is in it)
+        beside: (Ray node id, GPU id) of a GPU for each worker that somebody else has reserved; it sees that one alone
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class RewardLoopManager:
         concurrency: int = 1,
         batch_size: int = 1,
         placement_group: Any = None,
+        beside: Sequence[tuple[str, str]] | None = None,
     ) -> None:
         known = get_args(Policy)
         require(policy in known, f"policy={policy!r} is unknown. Choose one of {', '.join(map(repr, known))}.")
@@ -138,6 +141,7 @@ class RewardLoopManager:
             ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
         name = absolute(reward) if isinstance(reward, str) else reward
         self._arguments, self._group = (name, dict(options or {}), os.getcwd()), placement_group
+        self._beside = beside
         self._actor = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_concurrency=concurrency)(RewardLoopWorker)
         self._slots = [_Slot(self._start(i)) for i in range(num_workers)]
         self._queue: deque[_Job] = deque()
@@ -180,6 +184,10 @@ class RewardLoopManager:
         except ray.exceptions.RayError as error:
             raise RewardWorkerError(f"a reward worker does not answer: {_last_line(error)}", str(error)) from error
 
+    async def sleep(self) -> None:
+        """Let every worker's reward give its GPU memory back until the next sample. A dead one has given it already."""
+        await asyncio.gather(*(slot.actor.sleep.remote() for slot in self._slots), return_exceptions=True)
+
     def shutdown(self) -> None:
         """Stop the workers. Samples still waiting fail with `RewardError`."""
         if self._closed:
@@ -204,10 +212,14 @@ class RewardLoopManager:
 
     def _start(self, index: int) -> Any:
         """Start worker `index` and return its handle at once; calls wait until it is up."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+        if self._beside is not None:
+            node, gpu = self._beside[index]
+            there = self._actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+            return there.remote(*self._arguments, gpu)
         if self._group is None:
             return self._actor.remote(*self._arguments)
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         bundle = index % len(self._group.bundle_specs)
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         return self._actor.options(scheduling_strategy=strategy).remote(*self._arguments)
@@ -336,8 +348,14 @@ class RewardLoopWorker:
     """One process of the pool: builds the reward once and scores what it is given. Runs as a Ray actor."""
 
     def __init__(
-        self, reward: str | Reward | type[Reward] | Callable[..., Any], options: Mapping[str, Any], folder: str
+        self,
+        reward: str | Reward | type[Reward] | Callable[..., Any],
+        options: Mapping[str, Any],
+        folder: str,
+        gpu: str | None = None,
     ) -> None:
+        if gpu is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before CUDA is first used in this process
         self._manager: ImageRewardManager | None = None
         self._broken = ""
         try:
@@ -354,7 +372,13 @@ class RewardLoopWorker:
         """
         if self._manager is None:
             return [RewardResult.failed(self._broken) for _ in samples]
-        return self._manager.score([_with_picture(sample, arrays) for sample in samples])
+        given = [_with_picture(sample, arrays) for sample in samples]
+        return [_with_look(result, sample) for result, sample in zip(self._manager.score(given), given, strict=True)]
+
+    def sleep(self) -> None:
+        """See `Reward.sleep`."""
+        if self._manager is not None:
+            self._manager.reward.sleep()
 
     def pid(self) -> int:
         """This process's id."""
@@ -374,6 +398,14 @@ def _by_number(samples: Sequence[RewardSample]) -> list[Any]:
 def _with_picture(sample: RewardSample, arrays: Sequence[np.ndarray]) -> RewardSample:
     image: Any = sample.image
     return replace(sample, image=arrays[image.reference][image.row]) if isinstance(image, Stored) else sample
+
+
+def _with_look(result: RewardResult, sample: RewardSample) -> RewardResult:
+    try:
+        check_image(sample, allow_video=True)
+    except RewardError:  # nothing to look at
+        return result
+    return replace(result, look=look_of(sample.image))
 
 
 def import_ray() -> Any:

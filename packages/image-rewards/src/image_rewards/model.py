@@ -20,6 +20,7 @@ import numpy as np
 
 from .base import Reward, RewardResult, RewardSample
 from .errors import RewardConfigError, RewardTargetError, check_counts, missing_extra, require
+from .registry import find
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +48,7 @@ class ModelReward(Reward):
         require(self.dtype in DTYPES, f"dtype={self.dtype!r} is unknown. Choose one of {', '.join(DTYPES)}.")
         check_counts(batch_size=self.batch_size)
         self._lock = threading.Lock()
-        self._ready = False
+        self._ready, self._asleep = False, False
 
     def __getstate__(self) -> dict[str, Any]:
         require(
@@ -72,6 +73,26 @@ class ModelReward(Reward):
                     raise missing_extra(name, "models", f"the reward {self.name!r}") from error
                 self.load()
                 self._ready = True
+            elif self._asleep:
+                self._move(self.device)
+                self._asleep = False
+
+    def sleep(self) -> None:
+        """The weights go to the CPU."""
+        with self._lock:
+            if self._ready and not self._asleep and self.device != "cpu":
+                import torch
+
+                self._move("cpu")
+                self._asleep = True
+                torch.cuda.empty_cache()
+
+    def _move(self, device: str) -> None:
+        import torch
+
+        for part in vars(self).values():
+            if isinstance(part, torch.nn.Module):
+                part.to(device)
 
     @abstractmethod
     def load(self) -> None:
@@ -113,6 +134,14 @@ class ModelReward(Reward):
             for s in samples
         ]
         return torch.cat([row["pixel_values"] for row in rows]).to(device=self.device, dtype=getattr(torch, self.dtype))
+
+
+def on_gpu(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a reward whose process has a GPU: `device` is "cuda" where the reward is a `ModelReward` and nobody set it."""
+    found = find(name)
+    if isinstance(found, type) and issubclass(found, ModelReward):
+        return {"device": "cuda"} | dict(options)
+    return dict(options)
 
 
 def need_prompt(name: str, prompt: str) -> None:

@@ -39,3 +39,30 @@ class SharpnessReward(PerSampleReward):
     def score_one(self, sample: RewardSample) -> RewardResult:
         components = quality_components(sample.image)
         return RewardResult(components["sharpness"], components)
+
+
+CELLS = 4
+"""Of each side in the coarse colours of `look_of`."""
+
+
+def look_of(image: np.ndarray) -> tuple[float, ...]:
+    """Numbers that show a collapse of pictures, cheap at any size: saturation, sharpness, and coarse colours, all of 0 to 1.
+
+    Args:
+        image: uint8 [3,H,W]; of a video [T,3,H,W] the frame in the middle.
+
+    Returns:
+        Mean of (largest - smallest) colour channel; mean step of the luma between neighbours; and the mean colour of
+        CELLS x CELLS parts of the picture.
+    """
+    frame = image[len(image) // 2] if image.ndim == 4 else image
+    thin = frame[:, :: max(frame.shape[1] // 256, 1), :: max(frame.shape[2] // 256, 1)].astype(np.float32) / 255
+    saturation = float((thin.max(0) - thin.min(0)).mean())
+    # Of pixels as they are: thinned ones are no neighbours.
+    luma = frame[:, :256, :256].astype(np.float32).mean(0) / 255
+    steps = [np.abs(np.diff(luma, axis=axis)).mean() for axis in (0, 1) if luma.shape[axis] > 1]
+    rows, columns = (np.array_split(np.arange(size), CELLS) for size in thin.shape[1:])
+    cells = [
+        thin[:, r[0] : r[-1] + 1, c[0] : c[-1] + 1].mean((1, 2)) for r in rows for c in columns if len(r) and len(c)
+    ]
+    return saturation, float(np.mean(steps)) if steps else 0.0, *np.concatenate(cells).tolist()

@@ -41,6 +41,9 @@ class VideoReward(Reward):
     def target_of(self, prompt: str, metadata: Mapping[str, Any]) -> Any:
         return self.inner.target_of(prompt, metadata)
 
+    def sleep(self) -> None:
+        self.inner.sleep()
+
     def close(self) -> None:
         self.inner.close()
 

@@ -257,7 +257,7 @@ def place(config: RunConfig, machines: Sequence[Machine], needs: Needs | None, c
     totals = [sum(_rows(config, needs, option).values()) if needs else 0.0 for option in options]
     number = next((n for n, total in enumerate(totals) if total <= usable), len(options) - 1)
     chosen = options[number]
-    lines = [_describe(config, chosen)]
+    lines = [_describe(config, chosen), *_reward_lines(config)]
     busy = ranks + (
         0 if chosen.beside or not gpus else chosen.engines * chosen.tensor_parallel * (rollout.backend == "vllm_omni")
     )
@@ -332,22 +332,27 @@ def foreseen(config: RunConfig) -> tuple[Placement, Needs] | None:
     on_gpu = config.actor.fsdp_config.device != "cpu" and bool(
         here or cluster_address(ray) or ray.gpu_memory_gb or needs.base > GB
     )
+    own = math.ceil(config.reward.own_gpus)
+    if own and not (here or cluster_address(ray) or ray.gpu_memory_gb or on_gpu):
+        raise TrainerError(
+            f"reward.num_gpus asks for {own} GPUs and this machine has none; score on the CPU with reward.num_gpus=0, or set "
+            "ray.address to join a cluster"
+        )
     if not on_gpu:
         return place(config, [Machine(0, ranks)], needs, memory_mb() * 2**20 / ranks), needs
     if here:
-        if len(here) < ranks:
+        if len(here) < ranks + own:
+            rewards = f", reward.num_gpus {own} more" if own else ""
             raise TrainerError(
-                f"trainer.num_workers={ranks} needs {ranks} GPUs and this machine has {len(here)}; ask for {len(here)} or fewer, "
+                f"trainer.num_workers={ranks} needs {ranks} GPUs{rewards}, and this machine has {len(here)}; ask for fewer, "
                 "set ray.address to join a cluster, or actor.fsdp_config.device=cpu"
             )
         card = ray.gpu_memory_gb * GB if ray.gpu_memory_gb else min(here)
-        return place(config, [Machine(len(here), ranks)], needs, card), needs
+        return place(config, [Machine(len(here) - own, ranks)], needs, card), needs
     full, rest = divmod(ranks, NODE_GPUS)
     guess = [Machine(NODE_GPUS, NODE_GPUS)] * full + ([Machine(rest, rest)] if rest else [])
     card = ray.gpu_memory_gb or NODE_GPU_GB
-    told = (
-        f"  for {ranks} GPUs of {card:g} GB, at most {NODE_GPUS} on a machine; the cluster's own count when it starts"
-    )
+    told = f"  for {ranks + own} GPUs of {card:g} GB, at most {NODE_GPUS} on a machine; the cluster's own count when it starts"
     placed = place(config, guess, needs, card * GB)
     return replace(placed, lines=(placed.lines[0], told, *placed.lines[1:])), needs
 
@@ -421,6 +426,15 @@ def _describe(config: RunConfig, chosen: Placement) -> str:
     where = "on the trainers' GPUs" if chosen.beside else "of their own"
     over = f" over {chosen.tensor_parallel} GPUs each" if chosen.tensor_parallel > 1 else ""
     return f"{text}; {chosen.engines} replica{'s' if chosen.engines > 1 else ''}{over} {where} sample"
+
+
+def _reward_lines(config: RunConfig) -> list[str]:
+    return [
+        f"placement: {one.num_workers} worker{'s' if one.num_workers > 1 else ''} of the reward {name or one.name} with "
+        f"{one.num_gpus:g} GPU each, {'on the trainers, asleep during updates' if one.share_trainers_gpus else 'of its own'}"
+        for name, one in config.reward.each.items()
+        if one.num_gpus
+    ]
 
 
 def _table(config: RunConfig, needs: Needs, options: Sequence[Placement], usable: float, card: float) -> list[str]:

@@ -54,6 +54,11 @@ def latest(root: Path) -> int | None:
     )
 
 
+def before(root: Path, step: int) -> int | None:
+    """The newest whole checkpoint of no more than `step` steps; None where there is none."""
+    return next((one for one in _steps(root) if one <= step and not damage(step_folder(root, one))), None)
+
+
 def passed_over(root: Path) -> list[str]:
     """A line for each damaged checkpoint that is newer than the one of `latest`."""
     pointed, taken = _pointed(root), latest(root)

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -78,6 +78,10 @@ class RewardPool:
     num_workers: Thousands = 1
     num_cpus: Annotated[float, Interval(ge=0, le=10_000)] = 0.1
     """CPUs that Ray sets aside for each worker."""
+    num_gpus: Annotated[float, Interval(ge=0, le=8)] = 0.0
+    """GPUs of each worker, or the share of one; a reward of this package that runs a network then runs there."""
+    share_trainers_gpus: bool = False
+    """Whether these are the trainers' GPUs, and the reward leaves them during the update; else GPUs of its own."""
     concurrency: Thousands = 1
     """Samples in flight per worker; more than 1 is for rewards that wait for a server."""
     batch_size: Count = 16
@@ -115,6 +119,11 @@ class RewardConfig(RewardPool):
         """Every reward by its name; "" is the one of `reward.name`."""
         own = {f.name: getattr(self, f.name) for f in fields(RewardPool)}
         return self.several or {"": NamedReward(**own)}
+
+    @property
+    def own_gpus(self) -> float:
+        """GPUs that no trainer and no engine has."""
+        return sum(one.num_workers * one.num_gpus for one in self.each.values() if not one.share_trainers_gpus)
 
 
 @dataclass
@@ -186,6 +195,41 @@ class AlgorithmConfig:
 
 
 @dataclass
+class WatchRule:
+    """From where on a rule is broken, and what is done then."""
+
+    bound: Annotated[float, Interval(ge=-1e9, le=1e9)] = 0.0
+    steps: Count = 1
+    """Steps in a row for which it must be broken."""
+    action: Literal["warn", "stop", "rollback", "off"] = "warn"
+    """warn: say it and go on; stop: end the run; rollback: go on from the last checkpoint of before; off: do not look."""
+
+
+@dataclass
+class WatchdogConfig:
+    """Signs of collapse, each with a bound far from what the shipped recipes do; see `watchdog` and docs/metrics.md."""
+
+    flat_groups: WatchRule = field(default_factory=partial(WatchRule, 0.9, 10))
+    """Share of prompts whose samples all have one reward."""
+    ratio: WatchRule = field(default_factory=partial(WatchRule, 10.0))
+    """Largest policy ratio, or one over the smallest."""
+    kl: WatchRule = field(default_factory=partial(WatchRule, 1.0, 3))
+    """KL to the base model."""
+    grad_norm: WatchRule = field(default_factory=partial(WatchRule, 10.0, 2))
+    """Gradient norm over the median of the 20 steps before."""
+    saturation: WatchRule = field(default_factory=partial(WatchRule, 0.4, 5))
+    """How far the pictures' saturation (0 to 1) has risen over that of the first steps."""
+    sharpness: WatchRule = field(default_factory=partial(WatchRule, 0.2, 5))
+    """The pictures' sharpness over that of the first steps: broken below."""
+    diversity: WatchRule = field(default_factory=partial(WatchRule, 0.1, 5))
+    """How different the pictures of a prompt are, over that of the first steps: broken below."""
+    hacking: WatchRule = field(default_factory=partial(WatchRule, 4.0))
+    """Standard errors by which a measure of `held_out` has fallen since the first validation, while the training reward rose."""
+    held_out: list[str] = field(default_factory=lambda: ["reward"])
+    """Measures of validation that must not fall: `reward`, or parts of it."""
+
+
+@dataclass
 class LoopConfig:
     """The loop: how long, how often, where."""
 
@@ -211,6 +255,7 @@ class LoopConfig:
     """Keys or sections that a resumed run may have otherwise than before; any other that decides results is refused."""
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = field(default_factory=list)
     """Where rows, sample pictures and config also go; each is an extra of run-report, and finds its key where it always does."""
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     seed: Seed = 0
     num_workers: Thousands = 1
     """Training processes: one per GPU, or one on a CPU."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,9 @@ class Gang:
     """Node id of each rank's machine."""
     addresses: Sequence[str]
     machines: Sequence[Machine]
+    """Without the GPUs of the rewards."""
+    rewards: Mapping[str, Any] = field(default_factory=dict)
+    """Ray's placement group of each reward that has GPUs of its own."""
 
     def strategy(self, rank: int) -> Any:
         """Ray's scheduling strategy of a rank."""
@@ -165,12 +169,13 @@ class Gang:
         """Give the places back."""
         from ray.util import remove_placement_group
 
-        with suppress(Exception):  # the cluster may be gone
-            remove_placement_group(self.group)
+        for group in (self.group, *self.rewards.values()):
+            with suppress(Exception):  # the cluster may be gone
+                remove_placement_group(group)
 
 
 def reserve(config: RunConfig, cpus: float) -> tuple[Gang, bool]:
-    """Places for all training processes, and whether each has a GPU.
+    """Places for all training processes, and for rewards that have GPUs of their own; and whether each process has a GPU.
 
     Raises:
         TrainerError: the cluster has not enough.
@@ -186,6 +191,12 @@ def reserve(config: RunConfig, cpus: float) -> tuple[Gang, bool]:
             f"trainer.num_workers={size} needs {size} GPUs and Ray sees {sum(gpus.values())}; ask for {sum(gpus.values())} or "
             "fewer, or set actor.fsdp_config.device=cpu"
         )
+    own = math.ceil(config.reward.own_gpus)
+    if own > (free := sum(gpus.values()) - size * use_gpu):
+        raise TrainerError(
+            f"reward.num_gpus asks for {own} GPUs beside the trainers', and Ray sees {free}; use fewer reward workers or a smaller "
+            "share, set reward.share_trainers_gpus=true, or score on the CPU with reward.num_gpus=0"
+        )
     group = placement_group([{"CPU": cpus, **({"GPU": 1} if use_gpu else {})}] * size, strategy="PACK")
     if not group.wait(timeout_seconds=ANSWER_S):
         remove_placement_group(group)
@@ -198,6 +209,22 @@ def reserve(config: RunConfig, cpus: float) -> tuple[Gang, bool]:
     order = list(nodes)
     bundles = sorted(place, key=lambda bundle: (order.index(place[bundle]), bundle))
     held = [place[bundle] for bundle in bundles]
-    counted = [Machine(gpus[node] if use_gpu else 0, held.count(node)) for node in order]
     addresses = [nodes[node]["NodeManagerAddress"] for node in held]
-    return Gang(group, bundles, held, addresses, [m for m in counted if m.gpus or m.ranks]), use_gpu
+    gang = Gang(group, bundles, held, addresses, [], {})
+    taken = dict.fromkeys(order, 0.0)
+    for name, reward in config.reward.each.items():
+        if not reward.num_gpus or reward.share_trainers_gpus:
+            continue
+        bundle = {"CPU": reward.num_cpus, "GPU": reward.num_gpus}
+        places = placement_group([bundle] * reward.num_workers, strategy="PACK")
+        gang = replace(gang, rewards={**gang.rewards, name: places})
+        if not places.wait(timeout_seconds=ANSWER_S):
+            gang.release()
+            raise TrainerError(
+                f"reward {reward.name!r}: {reward.num_workers} workers of {reward.num_gpus:g} GPUs and {reward.num_cpus:g} CPUs "
+                "each find no room beside the trainers; use fewer, or end what else runs there"
+            )
+        for node in placement_group_table(places)["bundles_to_node_id"].values():
+            taken[node] += reward.num_gpus
+    counted = [Machine(gpus[node] - math.ceil(taken[node]) if use_gpu else 0, held.count(node)) for node in order]
+    return replace(gang, machines=[m for m in counted if m.gpus or m.ranks]), use_gpu

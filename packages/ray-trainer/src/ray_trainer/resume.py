@@ -22,11 +22,19 @@ from .values import free, read_yaml
 ALWAYS = (
     # how long and how often, where, and what is kept
     *("recipe", "trainer.total_steps", "trainer.max_hours", "trainer.val_before_train", "trainer.val_every"),
-    *("trainer.save_every", "trainer.trackers"),
+    *("trainer.save_every", "trainer.trackers", "trainer.watchdog"),
     *("trainer.keep_checkpoints", "trainer.run_dir", "trainer.on_existing", "trainer.allow_config_change"),
     "actor.checkpoint.save_contents",
     # which machines, how much of them, and how long they may take
-    *("ray", "reward.num_workers", "reward.num_cpus", "reward.concurrency", "reward.max_retries", "reward.timeout_s"),
+    *(
+        "ray",
+        "reward.num_workers",
+        "reward.num_cpus",
+        "reward.num_gpus",
+        "reward.share_trainers_gpus",
+        "reward.concurrency",
+    ),
+    *("reward.max_retries", "reward.timeout_s", "reward.frame_timeout_s"),
     *("rollout.router", "rollout.placement", "rollout.vllm_omni.openai_port", "rollout.vllm_omni.enable_sleep_mode"),
     *("actor.fsdp_config.timeout_s", "actor.fsdp_config.peak_tflops"),
     # where tensors wait: the same numbers are computed

@@ -86,11 +86,14 @@ class Rollouts:
     Args:
         config: of the run.
         sampler: draws.
+        workers: where rewards may find places reserved for them, or share GPUs; None where none needs a GPU.
     """
 
-    def __init__(self, config: RunConfig, sampler: Sampler):
+    def __init__(self, config: RunConfig, sampler: Sampler, workers: WorkerGroup | None = None):
         self.config, self.sampler = config, sampler
-        self.scoring = Scoring(config)
+        shared = any(one.share_trainers_gpus for one in config.reward.each.values())
+        places = workers.gang.rewards if workers else {}
+        self.scoring = Scoring(config, places, workers.gpu_places() if workers and shared else ())
         self.agent_loop = DiffusionAgentLoopWorker(config.rollout, sampler, self.scoring.score)
         self._faults: dict[str, float] = {}
 
@@ -117,7 +120,8 @@ class Rollouts:
 
     def score_metrics(self, batch: TensorDict) -> dict[str, float]:
         """`reward/mean`, `reward/std`, `reward/failed` and the mean of every component, over the samples that have a score; and
-        `reward/stderr`, the standard error of the mean over prompts, whose samples are not independent."""
+        `reward/stderr`, the standard error of the mean over prompts, whose samples are not independent; and what the
+        pictures look like."""
         scores = batch["rm_scores"][:, 0]
         groups: dict[str, list[float]] = {}
         for uid, score in zip(batch["uid"], scores.tolist(), strict=True):
@@ -134,7 +138,7 @@ class Rollouts:
         for name in sorted({name for row in components for name in row}):
             values = [row[name] for row in components if name in row]
             metrics[f"reward/{name}_mean"] = sum(values) / len(values) if values else math.nan
-        return metrics
+        return metrics | self.scoring.looks(batch)
 
     def fault_metrics(self) -> dict[str, float]:
         """Requests that failed, were repeated or timed out, and replicas that died or came back, since the last call."""
@@ -142,6 +146,10 @@ class Rollouts:
         new = {name: count - self._faults.get(name, 0.0) for name, count in seen.items()}
         self._faults = seen
         return new
+
+    async def leave_gpu(self) -> None:
+        """Engines and rewards that share the trainers' GPUs leave them for the update."""
+        await asyncio.gather(self.sampler.leave_gpu(), self.scoring.leave_gpu())
 
     def close(self) -> None:
         """End the reward pools."""

@@ -211,6 +211,17 @@ def _rewards(config: RunConfig) -> Iterator[str]:
             yield f"reward.several.{name} has no name; set reward.several.{name}.name to a reward"
     if not any(one.weight for one in reward.each.values()):
         yield "every reward of reward.several has weight 0, so nothing is trained on; give one another weight"
+    for name, one in reward.each.items():
+        key = f"reward.several.{name}" if name else "reward"
+        if one.num_gpus > 1 and one.num_gpus % 1:
+            yield f"{key}.num_gpus={one.num_gpus:g}: a worker has a share of one GPU, or whole ones"
+        if one.share_trainers_gpus and not 0 < one.num_gpus <= 1:
+            yield f"{key}.share_trainers_gpus=true needs {key}.num_gpus above 0 and up to 1, not {one.num_gpus:g}"
+        if one.share_trainers_gpus and one.num_workers * one.num_gpus > config.trainer.num_workers:
+            yield (
+                f"{key}.num_workers={one.num_workers} of {one.num_gpus:g} GPUs each do not fit the GPUs of "
+                f"trainer.num_workers={config.trainer.num_workers}; use fewer workers, or a smaller share"
+            )
     for name, source in config.data.sources.items():
         unknown = [one for one in source.rewards if one not in reward.several]
         if unknown:

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from diffusion_losses import AdvantageOutput, combined_advantages, group_advantages
 from image_rewards import RewardResult, RewardSample
 from image_rewards.loop import RewardLoopManager
+from image_rewards.model import on_gpu
 from omni_rollout.loop_base import Score
 from omni_rollout.types import GenerationRequest
 from tensordict import TensorDict
 
 from .config import NamedReward, RunConfig
+from .errors import TrainerError
+from .step_metrics import Metrics
 
 
 class Scoring:
@@ -26,32 +31,43 @@ class Scoring:
 
     Args:
         config: of the run.
+        places: Ray's placement group of each reward that has GPUs of its own.
+        trainers: (Ray node, GPU) of those that trainers hold, for rewards that share them.
     """
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, places: Mapping[str, Any], trainers: Sequence[tuple[str, str]] = ()):
         self.config, self.rewards = config, config.reward.each
-        self.pools = {name: self._pool(reward) for name, reward in self.rewards.items()}
+        self._places, self._trainers = places, trainers
+        self._looks = defaultdict[str, list[Sequence[float]]](list)  # of each prompt's samples
+        self.pools = {name: self._pool(name, reward) for name, reward in self.rewards.items()}
 
-    def _pool(self, reward: NamedReward) -> RewardLoopManager:
-        frames = self.config.rollout.pipeline.num_frames
+    def _pool(self, name: str, reward: NamedReward) -> RewardLoopManager:
+        frames, beside = self.config.rollout.pipeline.num_frames, None
+        if reward.share_trainers_gpus:
+            if not self._trainers:
+                raise TrainerError("reward.share_trainers_gpus=true: the trainers have no GPU; set it to false")
+            beside = [self._trainers[int(i * reward.num_gpus)] for i in range(reward.num_workers)]
         return RewardLoopManager(
             reward.name,
-            reward.options,
+            on_gpu(reward.name, reward.options) if reward.num_gpus else reward.options,
             num_workers=reward.num_workers,
             policy=reward.policy,
             value=reward.failure_value,
             max_retries=reward.max_retries,
             timeout_s=reward.timeout_s + reward.frame_timeout_s * frames,
             num_cpus=reward.num_cpus,
+            num_gpus=0 if beside else reward.num_gpus,
             concurrency=reward.concurrency,
             batch_size=max(reward.batch_size // frames, 1),
+            placement_group=self._places.get(name),
+            beside=beside,
         )
 
-    # ---- scores ----------------------------------------------------------------------------------------------------------
+    async def leave_gpu(self) -> None:
+        """Rewards on the trainers' GPUs give their memory back, until they are asked again."""
+        await asyncio.gather(*(self.pools[n].sleep() for n, one in self.rewards.items() if one.share_trainers_gpus))
 
-    def source_of(self, uid: str) -> str:
-        """The name in `data.sources` of a request's prompt; empty without sources."""
-        return uid.rpartition("/")[2].partition("-")[0] if self.config.data.sources else ""
+    # ---- scores ----------------------------------------------------------------------------------------------------------
 
     async def score(self, requests: Sequence[GenerationRequest], pictures: Sequence[Any]) -> list[Score]:
         """Score, components and error of each sample.
@@ -63,7 +79,7 @@ class Scoring:
             RewardSample(picture, one.prompt, dict(one.metadata), uid=one.uid, index=one.index)
             for one, picture in zip(requests, pictures, strict=True)
         ]
-        sources = [self.source_of(request.uid) for request in requests]
+        sources = [source_of(self.config, request.uid) for request in requests]
         asked = {
             name: [i for i, one in enumerate(sources) if name in self.config.rewards_of(one)] for name in self.rewards
         }
@@ -74,6 +90,8 @@ class Scoring:
         for (name, which), results in zip(((n, w) for n, w in asked.items() if w), answers, strict=True):
             for i, result in zip(which, results, strict=True):
                 found[i][name] = result
+        for one, by_name in zip(samples, found, strict=True):
+            self._looks[one.uid] += [next(iter(by_name.values())).look]
         return [self._together(results, source) for results, source in zip(found, sources, strict=True)]
 
     def _together(self, results: Mapping[str, RewardResult], source: str) -> Score:
@@ -89,36 +107,52 @@ class Scoring:
         errors = [f"{name}: {one.error}" if name else one.error for name, one in results.items() if one.error]
         return total, components, errors[0] if errors else None
 
-    # ---- advantages ------------------------------------------------------------------------------------------------------
-
-    def advantages(self, batch: TensorDict) -> AdvantageOutput:
-        """Of every sample against its own prompt's group, as `reward.combine` says."""
-        algorithm, scores, groups = self.config.algorithm, batch["rm_scores"][:, 0], list(batch["uid"])
-        how: dict[str, Any] = {
-            "std": algorithm.advantage_std,
-            "ddof": algorithm.advantage_ddof,
-            "eps": algorithm.advantage_eps,
-        }
-        if self.config.reward.combine == "weighted_sum":
-            return group_advantages(scores, groups, **how)
-        own = {name: [self._score_of(name, *row) for row in self._rows(batch)] for name in self.rewards}
-        parts = {name or "reward": torch.tensor(values, dtype=torch.float64) for name, values in own.items()}
-        weights = {name or "reward": reward.weight for name, reward in self.rewards.items()}
-        return combined_advantages(parts, groups, weights=weights, method="gdpo", **how)
-
-    @staticmethod
-    def _rows(batch: TensorDict) -> list[tuple[float, Mapping[str, float], str]]:
-        scores = batch["rm_scores"][:, 0].tolist()
-        return list(zip(scores, list(batch["reward_components"]), list(batch["uid"]), strict=True))
-
-    def _score_of(self, name: str, total: float, components: Mapping[str, float], uid: str) -> float:
-        """A sample's own score by one reward. One that its source does not use is the same for its whole group, and so says
-        nothing there."""
-        if not math.isfinite(total) or not name:
-            return total
-        return components[name] if name in self.config.rewards_of(self.source_of(uid)) else 0.0
+    def looks(self, batch: TensorDict) -> Metrics:
+        """`rollout/saturation`, `rollout/sharpness`, and `rollout/diversity`: the standard deviation of a colour in a part of the
+        picture over the samples of one prompt. All of 0 to 1; none where no picture was seen."""
+        groups = [self._looks.pop(uid, []) for uid in dict.fromkeys(batch["uid"])]
+        arrays = [np.array(group) for group in groups if group and all(group)]
+        if not arrays:
+            return {}
+        every = np.concatenate(arrays)
+        spread = [float(array[:, 2:].std(axis=0).mean()) for array in arrays if len(array) > 1]
+        found = {"rollout/saturation": float(every[:, 0].mean()), "rollout/sharpness": float(every[:, 1].mean())}
+        return found | ({"rollout/diversity": sum(spread) / len(spread)} if spread else {})
 
     def close(self) -> None:
         """End the workers."""
         for pool in self.pools.values():
             pool.shutdown()
+
+
+def source_of(config: RunConfig, uid: str) -> str:
+    """The name in `data.sources` of a request's prompt; empty without sources."""
+    return uid.rpartition("/")[2].partition("-")[0] if config.data.sources else ""
+
+
+def advantages(config: RunConfig, batch: TensorDict) -> AdvantageOutput:
+    """Of every sample against its own prompt's group, as `reward.combine` says."""
+    algorithm, scores, groups = config.algorithm, batch["rm_scores"][:, 0], list(batch["uid"])
+    how: dict[str, Any] = {
+        "std": algorithm.advantage_std,
+        "ddof": algorithm.advantage_ddof,
+        "eps": algorithm.advantage_eps,
+    }
+    if config.reward.combine == "weighted_sum":
+        return group_advantages(scores, groups, **how)
+    rewards = config.reward.each
+    rows = list(zip(scores.tolist(), list(batch["reward_components"]), groups, strict=True))
+    parts = {
+        name or "reward": torch.tensor([_own(config, name, *row) for row in rows], dtype=torch.float64)
+        for name in rewards
+    }
+    weights = {name or "reward": reward.weight for name, reward in rewards.items()}
+    return combined_advantages(parts, groups, weights=weights, method="gdpo", **how)
+
+
+def _own(config: RunConfig, name: str, total: float, components: Mapping[str, float], uid: str) -> float:
+    """A sample's own score by one reward. One that its source does not use is the same for its whole group, and so says nothing
+    there."""
+    if not math.isfinite(total) or not name:
+        return total
+    return components[name] if name in config.rewards_of(source_of(config, uid)) else 0.0

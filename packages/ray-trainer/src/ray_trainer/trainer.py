@@ -22,6 +22,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from run_report import (
+    Alarm,
     LiveLine,
     MetricsWriter,
     ReportError,
@@ -29,6 +30,8 @@ from run_report import (
     compare,
     load_changes,
     load_validations,
+    read_metrics,
+    save_alarms,
     save_changes,
     save_environment,
     save_validation,
@@ -52,7 +55,9 @@ from .prompts import Prompt, PromptSampler, load_prompt_sets
 from .report import rebuild
 from .rollouts import Rollouts, open_sampler
 from .run_dir import open_run_dir
+from .scoring import advantages
 from .step_metrics import Clock, Metrics, forwards_per_sample
+from .watchdog import MOST_RETURNS, Watchdog, check_held_out
 from .workers import ActorRolloutRefWorker as Worker
 
 R = TypeVar("R")
@@ -148,7 +153,7 @@ class RayDiffusionTrainer(ABC):
         with nullcontext() if own else working("starting the replicas that sample", self.say):
             self.sampler = self._runner.run(open_sampler(self.config, self.workers))
         stack.callback(self._quietly, lambda: self._runner.run(self.sampler.close()))
-        self.rollouts = Rollouts(self.config, self.sampler)
+        self.rollouts = Rollouts(self.config, self.sampler, self.workers)
         stack.callback(self._quietly, self.rollouts.close)
         if loop.staleness:
             self.ahead = ahead = Ahead(self.config, self.rollouts, self.workers, self.prompts, self._note)
@@ -186,6 +191,13 @@ class RayDiffusionTrainer(ABC):
                 began = time.monotonic()
                 self._guarded(done + 1, partial(self._step, done))
                 done += 1
+                if self._collapsed:
+                    rebuild(self.run.path)
+                    raise TrainingFailed(
+                        f"the watchdog ended the run after step {done}: {self._collapsed}; change what docs/metrics.md advises, "
+                        f"and go on from the checkpoint before with trainer.run_dir={self.run.path} trainer.on_existing=resume "
+                        "trainer.allow_config_change=[…]"
+                    )
                 late = self._late(step_s=time.monotonic() - began)
                 if (stop.requested or late) and done < loop.total_steps:
                     self._save(done)
@@ -232,6 +244,8 @@ class RayDiffusionTrainer(ABC):
             self.writer.truncate_after(done)
             truncate_validations(self.run.path, done)
             self.say(f"resuming {self.run.path} after step {done}")
+        save_alarms(self.run.path, done or 0, [])
+        self.watchdog = Watchdog(self.config.trainer.watchdog, read_metrics(self.run.path))
         # Only now: what the workers refuse leaves the folder as it was.
         save_changes(self.run.path, done or 0, self.changes if done else [])
         resume.begin(self.run, self.config, self.inputs)
@@ -302,7 +316,7 @@ class RayDiffusionTrainer(ABC):
         self.phase = "reward"
         metrics = self.compute_rm_score(batch)
         self.phase = "update"
-        self._runner.run(self.sampler.leave_gpu())
+        self._runner.run(self.rollouts.leave_gpu())
         data, prepared = self._while_drawing(partial(self.prepare_update, batch, step))
         clock.lap("time/prepare")
         self._updated = step + 1
@@ -311,6 +325,7 @@ class RayDiffusionTrainer(ABC):
         metrics["forwards/per_sample"] = forwards_per_sample(metrics, trained_share=len(data) / len(batch))
         clock.lap("time/update")
         self._warn_about_noise(metrics)
+        metrics |= self._watch(step + 1, metrics)
         metrics |= self.sync(step + 1)
         clock.lap("time/sync")
         done, loop = step + 1, self.config.trainer
@@ -324,8 +339,32 @@ class RayDiffusionTrainer(ABC):
         }
         # The row first: a run killed in between resumes from the checkpoint before and writes the row again.
         self._append(done, metrics)
+        if self._collapsed:
+            return
         if done == loop.total_steps or (loop.save_every and done % loop.save_every == 0):
             self._save(done)
+
+    _collapsed = ""
+    """Why the watchdog ends the run."""
+
+    def _watch(self, step: int, metrics: Metrics) -> Metrics:
+        """Let the watchdog look at this step before its weights are used, and do what its rules say."""
+        found: Metrics = {}
+        for broken in self.watchdog.look(step, metrics):
+            found[f"watchdog/{broken.name}"] = broken.value
+            action = broken.rule.action
+            good = checkpoint.before(self.run.checkpoints, broken.since - 1) if action == "rollback" else None
+            if action == "rollback" and (good is None or self.watchdog.returns >= MOST_RETURNS):
+                action = "stop"
+            self._note(f"watchdog, step {step}: {broken.reason}: {action}")
+            save_alarms(self.run.path, step, [Alarm(step, broken.name, action, broken.reason)])
+            if action == "stop":
+                self._collapsed = broken.reason
+            elif good is not None:
+                self.workers.call(Worker.load_checkpoint, str(checkpoint.step_folder(self.run.checkpoints, good)))
+                self.watchdog.went_back()
+                return found | {"watchdog/went_back_to": float(good)}
+        return found
 
     _warned = False
 
@@ -358,6 +397,7 @@ class RayDiffusionTrainer(ABC):
 
     def _append(self, step: int, metrics: Metrics) -> None:
         self.trackers.row(step, self.writer.append(step, metrics))
+        self.watchdog.rows.append({"step": step, **metrics})
         assert self.live is not None
         self.live.update(step, self._progress.shown(metrics))
 
@@ -388,7 +428,7 @@ class RayDiffusionTrainer(ABC):
         A sample without a score leaves the batch, and so do those of groups with nothing to compare where
         `algorithm.flat_groups` is drop. The losses clamp advantages themselves, where they do.
         """
-        result = self.rollouts.scoring.advantages(batch)
+        result = advantages(self.config, batch)
         metrics = {name: float(value) for name, value in result.metrics.items()}
         batch["advantages"] = result.advantages.to(torch.float32)[:, None]
         kept = result.mask if self.config.algorithm.flat_groups == "drop" else batch["rm_scores"][:, 0].isfinite()
@@ -430,6 +470,7 @@ class RayDiffusionTrainer(ABC):
         result = {"val/failed": self.rollouts.score_metrics(batch)["reward/failed"]}
         for name, value in summarize(load_validations(self.run.path)[-1]).items():
             result[f"val/{name}_mean"], result[f"val/{name}_stderr"] = value.mean, value.stderr
+        check_held_out(self.config.trainer.watchdog, result)
         return result
 
     def _save(self, step: int) -> None:

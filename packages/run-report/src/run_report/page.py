@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .alarms import load_alarms
 from .changes import comparable, load_changes
 from .charts import all_metrics, curves, step_seconds
 from .environment import load_environment
@@ -25,6 +26,7 @@ from .render import duration, render
 from .stats import Change, compare
 
 FILE_NAME = "report.html"
+_ALARMS = "What the metrics of these steps say of collapse; docs/metrics.md has what to do about each rule."
 _CHANGED = (
     "The run went on by another config; a dashed line in each curve marks the step. Validations are compared only with those "
     "that measure the same: pictures and numbers below are of the last stretch."
@@ -67,6 +69,8 @@ def page(run: Path, recipe: Sequence[tuple[str, Any, Any]] = ()) -> str:
     moved: list[Change] = []
     if changed:
         sections.append(("changes", "Changed on the way", _CHANGED, changed))
+    if alarms := load_alarms(run):
+        sections.append(("alarms", "Watchdog", _ALARMS, alarms))
     if validations:
         first, last = validations[0], validations[-1]
         title = "Before and after" if first is not last else "Pictures"

@@ -319,7 +319,11 @@ def _lora(config: RunConfig) -> Iterator[Finding]:
 def _prompts(config: RunConfig) -> Iterator[Finding]:
     train, held_out = load_prompt_sets(config.data)
     for name, prompts in (("train_file", train), ("val_file", held_out)):
-        where = getattr(config.data, name) or f"held out of {config.data.train_file}"
+        where = (
+            getattr(config.data, name)
+            or (config.data.sources and "of several sources")
+            or f"held out of {config.data.train_file}"
+        )
         first = "".join(
             f"\n{'':<23}{p.text[:100]!r}" + (f" {p.metadata}"[:100] if p.metadata else "") for p in prompts[:2]
         )
@@ -331,36 +335,39 @@ def _prompts(config: RunConfig) -> Iterator[Finding]:
 
 
 def _reward(config: RunConfig) -> Iterator[Finding]:
-    """One call on a grey picture of the size of training, with the first prompt: slow rewards and missing weights show here."""
+    """One call of each reward on a grey picture of the size of training, with the first prompt that it scores: slow rewards and
+    missing weights show here."""
     import numpy as np
     from image_rewards import RewardSample, load
 
-    first, drawn = load_prompt_sets(config.data)[0][0], config.rollout.pipeline
+    drawn = config.rollout.pipeline
     shape = (3, drawn.height, drawn.width)
     if drawn.num_frames > 1:
         shape = (drawn.num_frames, *shape)  # type: ignore[assignment]
-    start = time.perf_counter()
-    reward = load(config.reward.name, **config.reward.options)
-    loaded = time.perf_counter()
-    result = reward.score([RewardSample(np.full(shape, 127, np.uint8), first.text, first.metadata)])[0]
-    seconds = time.perf_counter() - loaded
-    if result.error:
-        yield Finding(
-            "fail",
-            "reward",
-            f"{config.reward.name} scores no grey picture: {result.error}",
-            "correct reward.options, or the reward",
+    train = load_prompt_sets(config.data)[0]
+    for label, pool in config.reward.each.items():
+        first = next(p for p in train if label in config.rewards_of(p.source))
+        key = f"reward.several.{label}" if label else "reward"
+        start = time.perf_counter()
+        reward = load(pool.name, **pool.options)
+        loaded = time.perf_counter()
+        result = reward.score([RewardSample(np.full(shape, 127, np.uint8), first.text, first.metadata)])[0]
+        seconds = time.perf_counter() - loaded
+        if result.error:
+            said = f"{pool.name} scores no grey picture: {result.error}"
+            yield Finding("fail", key, said, f"correct {key}.options, or the reward")
+            continue
+        parts_ = ", ".join(f"{name} {value:.3g}" for name, value in result.components.items())
+        text = f"{pool.name} gives a grey picture {result.score:.3g} ({parts_})"
+        text += f" in {seconds:.2f} s, made in {loaded - start:.1f} s"
+        samples = config.data.prompts_per_step * config.rollout.n
+        step = seconds * samples / pool.num_workers
+        slow = step > 60
+        workers = f"{key}.num_workers={pool.num_workers}"
+        remedy = (
+            f"{samples} samples a step take {step:.0f} s with {workers}; use more, or a served reward" if slow else ""
         )
-        return
-    parts_ = ", ".join(f"{name} {value:.3g}" for name, value in result.components.items())
-    text = f"{config.reward.name} gives a grey picture {result.score:.3g} ({parts_})"
-    text += f" in {seconds:.2f} s, made in {loaded - start:.1f} s"
-    samples = config.data.prompts_per_step * config.rollout.n
-    step = seconds * samples / config.reward.num_workers
-    slow = step > 60
-    workers = f"reward.num_workers={config.reward.num_workers}"
-    remedy = f"{samples} samples a step take {step:.0f} s with {workers}; use more, or a served reward" if slow else ""
-    yield Finding("warn" if slow else "ok", "reward", text, remedy)
+        yield Finding("warn" if slow else "ok", key, text, remedy)
 
 
 def _whole(config: RunConfig) -> Iterator[Finding]:
