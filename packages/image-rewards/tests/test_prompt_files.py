@@ -229,3 +229,55 @@ def test_parquet_without_pyarrow_names_the_install_command(tmp_path, monkeypatch
     (tmp_path / "p.parquet").write_bytes(b"PAR1")
     with pytest.raises(MissingExtraError, match=r"image-rewards\[parquet\]"):
         read_prompts(tmp_path / "p.parquet")
+
+
+def save_to_disk(folder, rows, files=2):
+    """What `datasets.Dataset.save_to_disk` leaves: Arrow streams and a `state.json` that names them."""
+    pyarrow = pytest.importorskip("pyarrow")
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05d}-of-{files:05d}.arrow" for i in range(files)]
+    for i, name in enumerate(names):
+        table = pyarrow.Table.from_pylist(rows[i::files])
+        with pyarrow.OSFile(str(folder / name), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0", "_split": "train"}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def test_a_data_set_on_disk_is_read_in_the_order_of_its_files(tmp_path):
+    rows = [{"caption": f"a {name}", "text": None, "count": i} for i, name in enumerate(("cat", "dog", "cow", "owl"))]
+    folder = save_to_disk(tmp_path / "set" / "train", rows)
+    found = read_prompts(folder)
+    assert [(row.prompt, row.metadata) for row in found] == [
+        ("a cat", {"count": 0}), ("a cow", {"count": 2}), ("a dog", {"count": 1}), ("a owl", {"count": 3}),
+    ]  # fmt: skip
+    assert found[2].where == f"{folder}, row 3"
+    (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    with pytest.raises(PromptFileError, match=r"several splits; name one: .*set/NAME, of train"):
+        read_prompts(tmp_path / "set")
+
+
+def test_a_data_set_that_cannot_be_read_says_why(tmp_path):
+    folder = save_to_disk(tmp_path / "a", [{"prompt": "x", "picture": b"123"}, {"prompt": "y", "picture": b"4"}])
+    with pytest.raises(PromptFileError, match="a, row 1, column 'picture': metadata must be JSON"):
+        read_prompts(folder)
+    next(folder.glob("*.arrow")).write_bytes(b"no arrow")
+    with pytest.raises(PromptFileError, match="a is no readable data set"):
+        read_prompts(folder)
+    (folder / "state.json").write_text('{"_indices_files": [{"filename": "i.arrow"}]}')
+    with pytest.raises(PromptFileError, match="flatten_indices"):
+        read_prompts(folder)
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "../../b.arrow"}]}')
+    with pytest.raises(PromptFileError, match="no readable data set"):
+        read_prompts(folder)
+
+
+def test_the_real_library_writes_what_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"prompt": "a cat", "n": 1}, {"prompt": "a dog", "n": 2}]).save_to_disk(tmp_path / "d")
+    assert [(row.prompt, row.metadata) for row in read_prompts(tmp_path / "d")] == [
+        ("a cat", {"n": 1}),
+        ("a dog", {"n": 2}),
+    ]

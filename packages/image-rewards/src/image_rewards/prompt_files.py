@@ -1,4 +1,4 @@
-"""Prompt files: JSON lines, a JSON list, plain text, CSV, TSV, Parquet; one file, several, or a folder.
+"""Prompt files: JSON lines, a JSON list, plain text, CSV, TSV, Parquet, a data set on disk; one file, several, or a folder.
 
 The README has the table of kinds and of fields. GenEval's own files are read as they are.
 """
@@ -73,7 +73,11 @@ def prompt_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     files: list[Path] = []
     for path in map(Path, given):
         inside = [path]
-        if path.is_dir():
+        splits = path / "dataset_dict.json"
+        if splits.is_file():
+            names = ", ".join(sorted(one.name for one in path.iterdir() if (one / "state.json").is_file()))
+            raise PromptFileError(f"{path} is a data set of several splits; name one: {path}/NAME, of {names}")
+        if path.is_dir() and not (path / "state.json").is_file():
             inside = [f for f in path.iterdir() if f.is_file() and f.suffix.lower() in SUFFIXES and f.name[0] != "."]
             _must(bool(inside), f"the folder {str(path)!r} holds no prompt file ({', '.join(SUFFIXES)})")
         hint = "; several files are a list: [a.jsonl,b.jsonl]" if "," in str(path) else ""
@@ -106,6 +110,8 @@ def _read(file: Path) -> list[PromptRow]:
 def _entries(file: Path) -> tuple[str, Iterable[tuple[int, Any]]]:
     """What an entry is called ("line", "row", "entry"), and each with its number."""
     kind = file.suffix.lower()
+    if file.is_dir():
+        return "row", _dataset(file)
     if kind == ".parquet":
         return "row", _parquet(file)
     text = text_of(file)
@@ -241,16 +247,41 @@ def _cell(name: str, cell: str) -> Any:
     return cell
 
 
-def _parquet(file: Path) -> Iterator[tuple[int, Any]]:
+def _arrow(what: str) -> Any:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise missing_extra("pyarrow", "parquet", f"the Parquet file {str(file)!r}") from error
+        raise missing_extra("pyarrow", "parquet", what) from error
+    return pyarrow
+
+
+def _parquet(file: Path) -> Iterator[tuple[int, Any]]:
+    pyarrow = _arrow(f"the Parquet file {str(file)!r}")
     try:
         rows = pyarrow.parquet.read_table(file).to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise PromptFileError(f"{file} is no readable Parquet file: {str(error).splitlines()[0]}") from error
+    return enumerate(rows, 1)
+
+
+def _dataset(folder: Path) -> Iterator[tuple[int, Any]]:
+    """Rows of what `Dataset.save_to_disk` of Hugging Face's datasets wrote: Arrow streams, named in `state.json`."""
+    pyarrow = _arrow(f"the data set {str(folder)!r}")
+    rows: list[Any] = []
+    try:
+        state = json.loads((folder / "state.json").read_bytes())
+        if state.get("_indices_files"):
+            raise PromptFileError(f"{folder} holds a selection of rows beside them; write it with flatten_indices()")
+        for entry in state["_data_files"]:
+            file = folder / Path(entry["filename"]).name  # never a path out of the folder
+            with pyarrow.memory_map(str(file)) as source:
+                rows += pyarrow.ipc.open_stream(source).read_all().to_pylist()
+    except PromptFileError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        said = str(error).splitlines() or [type(error).__name__]
+        raise PromptFileError(f"{folder} is no readable data set: {said[0]}") from error
     return enumerate(rows, 1)
 
 
@@ -282,10 +313,19 @@ def _row(file: Path, unit: str, number: int, value: Any) -> PromptRow:
     except UnicodeEncodeError as error:
         raise PromptFileError(f"{where} holds half of a surrogate pair ({error.object[error.start]!r})") from error
     except (TypeError, ValueError) as error:
+        column = next((name for name, one in metadata.items() if not _is_plain(one)), "metadata")
         raise PromptFileError(
-            f"{where}: metadata must be JSON ({error}); leave out columns that hold pictures or dates"
+            f"{where}, column {column!r}: metadata must be JSON ({error}); leave out columns that hold pictures or dates"
         ) from error
     return PromptRow(file, number, text, negative, metadata, unit)
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def without_nulls(value: Any) -> Any:
