@@ -15,7 +15,9 @@ from diffusers import QwenImageTransformer2DModel
 from lora_sync import base_weights
 from lora_sync.checksum import module_sum, value_sum
 from omni_rollout.errors import SyncError
+from ray_trainer.commands.export import adapter_of
 from ray_trainer.config import compose
+from ray_trainer.errors import TrainerError
 from ray_trainer.workers import ActorRolloutRefWorker
 from safetensors.torch import load_file
 
@@ -51,6 +53,8 @@ def test_full_weights_with_an_average_are_exported_and_go_on(start, metric_rows,
         QwenImageTransformer2DModel.from_pretrained(folder / name) for name in ("transformer", "transformer_ema")
     )
     assert module_sum(trained) != module_sum(average)
+    with pytest.raises(TrainerError, match="trained all weights, so it has no LoRA to convert"):
+        adapter_of(folder)
 
     shutil.copytree(folder, again)
     (again / "checkpoints" / "latest.json").write_text(json.dumps({"step": 1}))

@@ -96,6 +96,11 @@ def adapter_of(run: Path) -> Path:
     for step in sorted(run.glob("checkpoints/step_*"), reverse=True):
         if (step / "lora").is_dir():
             return step / "lora"
+    if (run / "transformer").is_dir():
+        raise TrainerError(
+            f"{str(run)!r} trained all weights, so it has no LoRA to convert: {str(run / 'transformer')!r} is a whole transformer, "
+            "which diffusers' from_pretrained loads"
+        )
     raise TrainerError(
         f"{str(run)!r} has no LoRA yet (no lora/ in it): let it end (trainer.on_existing=resume), or train with "
         "actor.checkpoint.save_contents=[model,optimizer,extra,lora]"
