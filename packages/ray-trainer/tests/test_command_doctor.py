@@ -91,3 +91,20 @@ def test_help_and_a_mistyped_command(capsys):
     assert "exit code 0" in capsys.readouterr().out
     assert run(APP, ["docter"]) == 2
     assert "did you mean 'doctor'?" in capsys.readouterr().err
+
+
+def test_trackers_are_installed_and_have_a_key(monkeypatch, tmp_path):
+    from ray_trainer.app import parse
+
+    config, _ = parse(APP, ["trainer.trackers=[wandb]"])
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    (finding,) = doctor._trackers(config)
+    assert (finding.status, "--extra trackers apps/flowgrpo" in finding.remedy) == ("fail", True)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: object())
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    for key in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(key, raising=False)
+    assert [f.status for f in doctor._trackers(config)] == ["warn"]
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert [f.status for f in doctor._trackers(config)] == ["ok"]
+    assert [f.status for f in doctor._trackers(parse(APP, [])[0])] == ["ok"]

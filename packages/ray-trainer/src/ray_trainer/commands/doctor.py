@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -149,7 +150,7 @@ def _pinned(package: str, name: str) -> str | None:
 def _vllm(config: RunConfig) -> Iterator[Finding]:
     needed = config.rollout.backend == "vllm_omni"
     found = {name: _installed(name) for name in ("vllm", "vllm-omni", "torch")}
-    install = f"uv run --extra vllm apps/{config.app.replace('_', '-')} …"
+    install = f"uv run --extra vllm apps/{config.app} …"
     if not (found["vllm"] and found["vllm-omni"]):
         missing = " and ".join(name for name in ("vllm", "vllm-omni") if not found[name])
         status: Status = "fail" if needed else "ok"
@@ -370,6 +371,26 @@ def _reward(config: RunConfig) -> Iterator[Finding]:
         yield Finding("warn" if slow else "ok", key, text, remedy)
 
 
+def _trackers(config: RunConfig) -> Iterator[Finding]:
+    """Whether each is installed, and a key is there for one that wants it."""
+    for name in config.trainer.trackers:
+        if find_spec(name) is None:
+            yield Finding(
+                "fail", "trackers", f"{name} is not installed", f"uv run --extra trackers apps/{config.app} …"
+            )
+        elif name == "wandb" and not (_wandb_key() or os.environ.get("WANDB_MODE", "online") != "online"):
+            yield Finding("warn", "trackers", "wandb has no key here", "set WANDB_API_KEY, or WANDB_MODE=offline")
+        else:
+            yield Finding("ok", "trackers", name)
+    if not config.trainer.trackers:
+        yield Finding("ok", "trackers", "none (metrics.jsonl and report.html are always written)")
+
+
+def _wandb_key() -> bool:
+    netrc = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+    return "WANDB_API_KEY" in os.environ or (netrc.is_file() and "wandb" in netrc.read_text(errors="replace"))
+
+
 def _whole(config: RunConfig) -> Iterator[Finding]:
     lines = validate_config(config)
     for text in lines:
@@ -389,6 +410,7 @@ CHECKS: dict[str, Callable[[RunConfig], Iterator[Finding]]] = {
     "LoRA": _lora,
     "prompts": _prompts,
     "reward": _reward,
+    "trackers": _trackers,
     "config": _whole,
 }
 """Each check under the subject that its own failure has; the cheap ones first."""
