@@ -148,10 +148,14 @@ def _drawn(config: RunConfig, backend: DiffusersBackend, prompts: list[Prompt]) 
         RewardSample(picture, r.prompt, dict(r.metadata), uid=r.uid, index=r.index)
         for picture, r in zip(pictures, requests, strict=True)
     ]
+    sources = [prompt.source for prompt in prompts for _ in range(config.rollout.val_kwargs.n)]
     totals, components = [0.0] * len(samples), [dict[str, float]() for _ in samples]
     for name, reward in config.reward.each.items():
-        for i, result in enumerate(load(reward.name, **reward.options).score(samples)):
-            totals[i] += result.score * (getattr(reward, "weight", 1.0) if name else 1.0)
+        which = [i for i, source in enumerate(sources) if name in config.rewards_of(source)]
+        for i, result in zip(
+            which, load(reward.name, **reward.options).score([samples[i] for i in which]), strict=True
+        ):
+            totals[i] += result.score * (reward.weight if name else 1.0)
             components[i] |= {f"{name}_{key}" if name else key: value for key, value in result.components.items()}
             if name:
                 components[i][name] = result.score
