@@ -15,7 +15,7 @@ from .stats import paired_rows
 
 SHOWN = 6
 SHEET_BUDGET = 160_000
-VIDEO_BUDGET = 1_500_000  # encoded bytes of the videos of one group
+VIDEO_BUDGET = 1_000_000  # encoded bytes of the videos of one group
 
 
 @dataclass(frozen=True)
