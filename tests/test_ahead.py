@@ -184,7 +184,13 @@ def test_replicas_draw_beside_the_update_and_all_is_drawn_before_the_weights_com
 
     monkeypatch.setattr(loop, "open_sampler", sampler)
     monkeypatch.setattr(one_process.Rewards, "score_all", lambda self, samples: events.score_all(samples))
-    arguments = [*MICRO, "trainer.staleness=1", "rollout.num_replicas=2", "rollout.max_batch_size=2"]
+    arguments = [
+        "recipe=tiny_flow_grpo",
+        *MICRO,
+        "trainer.staleness=1",
+        "rollout.num_replicas=2",
+        "rollout.max_batch_size=2",
+    ]
     assert run(flowgrpo.cli.APP, [*arguments, f"trainer.run_dir={tmp_path / 'fleet'}"]) == 0
     order = [e for e in events.seen if "val" not in e]
     assert order == [
