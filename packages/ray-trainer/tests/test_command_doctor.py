@@ -1,6 +1,7 @@
 """`doctor` on the tiny policy: a table that ends with a count, a remedy for what is wrong, exit codes 0, 1 and 2."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from flowgrpo.cli import APP
@@ -14,7 +15,10 @@ def no_slow_checks(monkeypatch):
     monkeypatch.setattr(doctor, "CHECKS", {k: v for k, v in doctor.CHECKS.items() if k not in ("torch", "LoRA")})
 
 
-def test_a_run_that_works_is_all_right(capsys):
+def test_a_run_that_works_is_all_right(monkeypatch, capsys):
+    # A container's small /dev/shm and a GPU that somebody else uses would be warnings.
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: SimpleNamespace(free=1e12))
+    monkeypatch.setattr(doctor, "gpus", list)
     assert run(APP, ["doctor"]) == 0
     out = capsys.readouterr().out
     for subject in (
@@ -108,3 +112,20 @@ def test_trackers_are_installed_and_have_a_key(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert [f.status for f in doctor._trackers(config)] == ["ok"]
     assert [f.status for f in doctor._trackers(parse(APP, [])[0])] == ["ok"]
+
+
+def test_too_little_shared_memory_and_a_busy_gpu_are_warnings(monkeypatch):
+    from ray_trainer.app import parse
+
+    config, _ = parse(APP, [])
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: SimpleNamespace(free=64 * 2**20))
+    (found,) = doctor._ray(config)
+    if doctor.Path("/dev/shm").is_dir():
+        assert found.status == "warn"
+        assert "lower ray.object_store_mb=256" in found.remedy
+    card = {"name": "H100", "driver_version": "580", "memory.total": "81559", "memory.free": "40000"}
+    monkeypatch.setattr(doctor, "gpus", lambda: [card])
+    found = next(iter(doctor._gpu_memory(config)))
+    assert (found.status, found.subject) == ("warn", "GPU")
+    assert "GB are in use" in found.remedy

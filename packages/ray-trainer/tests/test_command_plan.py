@@ -214,7 +214,8 @@ def test_a_run_that_does_not_fit_is_told_what_would(qwen, capsys):
     assert "16 samples a GPU x 10 steps x 2 for guidance" in out
 
 
-def test_the_tiny_policy_on_a_cpu_and_what_cannot_be_planned(capsys):
+def test_the_tiny_policy_on_a_cpu_and_what_cannot_be_planned(monkeypatch, capsys):
+    monkeypatch.setattr("ray_trainer.commands.doctor.gpus", list)
     assert run(APP, ["plan"]) == 0
     assert "1 x CPU" in capsys.readouterr().out
     assert run(APP, ["plan", "--help"]) == 0
