@@ -5,9 +5,10 @@ import os
 
 import pytest
 import ray
+import torch
 from image_rewards import PerSampleReward, RewardResult, RewardSample
 from image_rewards.loop import RewardLoopManager
-from image_rewards.model import on_gpu
+from image_rewards.model import ModelReward, on_gpu
 from ray_trainer.card_memory import foresee
 from ray_trainer.config import compose
 from ray_trainer.errors import TrainerError
@@ -116,3 +117,27 @@ def test_a_network_runs_where_its_worker_has_a_gpu_unless_its_options_say_otherw
     assert on_gpu("pickscore", {"path": "x"}) == {"device": "cuda", "path": "x"}
     assert on_gpu("pickscore", {"path": "x", "device": "cpu"})["device"] == "cpu"
     assert on_gpu("shapes", {}) == {}
+
+
+def test_a_network_sleeps_on_the_cpu_and_is_back_for_the_next_sample(monkeypatch):
+    class Tiny(ModelReward):
+        def load(self):
+            self.model = torch.nn.Linear(1, 1)
+
+        def score_batch(self, samples):
+            return [RewardResult(1.0) for _ in samples]
+
+    made, moves = Tiny(device="cuda"), []
+    monkeypatch.setattr(Tiny, "_move", lambda self, device: moves.append(device))
+    made.sleep()  # nothing is loaded
+    assert made(sample()).unwrap() == 1
+    made.sleep()
+    made.sleep()
+    assert moves == ["cpu"]
+    made(sample())
+    made(sample())
+    assert moves == ["cpu", "cuda"]
+    monkeypatch.undo()
+    made.device = "cpu"
+    made._move("meta")
+    assert made.model.weight.device.type == "meta"
