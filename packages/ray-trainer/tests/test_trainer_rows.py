@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import threading
 import time
+from collections import deque
 from contextlib import nullcontext
 from importlib.resources import files
 from pathlib import Path
@@ -133,7 +134,9 @@ def serve(pipe):
         message = pipe.recv_bytes()
         if not message:
             return
-        what, *rest = cloudpickle.loads(message)
+        dropped, what, *rest = cloudpickle.loads(message)
+        for name in dropped:
+            kept.pop(name, None)
         if what == "make":
             actors[rest[0]] = rest[1]()
         elif what == "call":
@@ -149,8 +152,6 @@ def serve(pipe):
                 kept[name] = cloudpickle.loads(kept[name][0], buffers=kept[name][1])
         elif what == "get":
             pipe.send_bytes(cloudpickle.dumps(packed(kept[rest[0]])[0], protocol=5))
-        elif what == "drop":
-            kept.pop(rest[0], None)
 
 
 def packed(value):
@@ -166,10 +167,8 @@ def packed(value):
 class Reference:
     """Stands for what a method returned, which stays in the other process until it is asked for."""
 
-    line = None
-
-    def __init__(self, name):
-        self.name, self.owned = name, True
+    def __init__(self, name, line=None):
+        self.name, self.line = name, line  # without a line in the other process
 
     def __reduce__(self):
         return _plain, (self.name, b"the address of its owner, which Ray's references carry" * 2)
@@ -187,14 +186,12 @@ class Reference:
         yield
 
     def __del__(self):
-        if self.owned and self.line is not None:
-            self.line.send("drop", self.name)
+        if self.line is not None:
+            self.line.dropped.append(self.name)  # sent later: this may run in the middle of another message
 
 
 def _plain(name, address):
-    made = Reference(name)
-    made.owned = False
-    return made
+    return Reference(name)
 
 
 class Line:
@@ -210,12 +207,13 @@ class Line:
         self.lock, self.names = threading.RLock(), itertools.count()
         self.sent = self.received = self.calls = 0
         self.seconds = 0.0  # that the pipe took this process, and Ray would not
-        Reference.line = self
+        self.dropped = deque()
 
     def send(self, *message):
         with self.lock:
             start = time.thread_time()
-            self.pipe.send_bytes(cloudpickle.dumps(message, protocol=5))
+            dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
+            self.pipe.send_bytes(cloudpickle.dumps((dropped, *message), protocol=5))
             self.seconds += time.thread_time() - start
 
     def fetch(self, name):
@@ -249,7 +247,6 @@ class Line:
         return [r.get() for r in references] if isinstance(references, list) else references.get()
 
     def close(self):
-        Reference.line = None
         self.pipe.send_bytes(b"")
         self.process.join(10)
 
@@ -278,7 +275,7 @@ class Method:
         self.line.sent += packed((arguments, named))[1]
         self.line.calls += 1
         self.line.send("call", self.actor, self.method, arguments, named, names)
-        made = [Reference(name) for name in names]
+        made = [Reference(name, self.line) for name in names]
         return made if self.returns > 1 else made[0]
 
 
