@@ -16,12 +16,16 @@ MARK = "RAY_TRAINER_SESSION"
 
 
 def left_over(folder: str) -> list[int]:
-    """Processes of the session that are still there, this one left out. Linux only; none is seen elsewhere."""
+    """Processes of the session that are still there, this one and the program left out. Linux only; none is seen elsewhere."""
     mark, found = f"{MARK}={folder}\0".encode(), []
-    for place in Path("/proc").glob("[0-9]*/environ"):
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        if not name.isdigit() or int(name) in (os.getpid(), os.getppid()):
+            continue
         try:
-            if mark in place.read_bytes() and int(place.parent.name) != os.getpid():
-                found.append(int(place.parent.name))
+            # Ray's agents write over their environment; they have logs of the session open.
+            opened = [os.readlink(one) for one in Path("/proc", name, "fd").iterdir()]
+            if mark in Path("/proc", name, "environ").read_bytes() or any(one.startswith(folder) for one in opened):
+                found.append(int(name))
         except OSError:  # it has ended, or is another user's
             continue
     return found
