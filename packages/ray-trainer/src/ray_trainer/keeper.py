@@ -22,9 +22,11 @@ def left_over(folder: str) -> list[int]:
         if not name.isdigit() or int(name) in (os.getpid(), os.getppid()):
             continue
         try:
-            # Ray's agents write over their environment; they have logs of the session open.
-            opened = [os.readlink(one) for one in Path("/proc", name, "fd").iterdir()]
-            if mark in Path("/proc", name, "environ").read_bytes() or any(one.startswith(folder) for one in opened):
+            here = Path("/proc", name)
+            # Ray's agents have written their title over their environment; they are known by the logs that they hold open.
+            agent = (here / "cmdline").read_bytes().startswith(b"ray::")
+            opened = [os.readlink(one) for one in (here / "fd").iterdir()] if agent else []
+            if mark in (here / "environ").read_bytes() or any(one.startswith(folder) for one in opened):
                 found.append(int(name))
         except OSError:  # it has ended, or is another user's
             continue
