@@ -5,7 +5,11 @@ import shutil
 
 import pytest
 from flowgrpo.cli import APP
+from ray_trainer.app import parse
 from ray_trainer.cli import run
+from ray_trainer.commands.export import adapter_of
+from ray_trainer.config import to_yaml
+from ray_trainer.errors import TrainerError
 from run_report import load_validations
 
 
@@ -83,6 +87,23 @@ def test_two_adapters_are_drawn_on_the_same_seeds_and_compared(finished_run, tmp
     ]
     assert run(APP, [*arguments, *keys]) == 0
     assert "+0.000 ± 0.000" in capsys.readouterr().out.split("reward", 1)[1].splitlines()[0]
+
+
+def test_a_run_that_validates_with_its_average_is_compared_and_exported_by_it(tmp_path, capsys):
+    averaged = ["trainer.val_weights=ema", "actor.fsdp_config.ema_decay=0.9"]
+    small = ["data.val_max_prompts=1", "rollout.val_kwargs.n=1", "rollout.val_kwargs.pipeline.num_inference_steps=1"]
+    assert run(APP, ["compare", "base", "base", f"out={tmp_path / 'same'}", *averaged, *small]) == 0
+    assert "+0.000" in capsys.readouterr().out
+    folder = tmp_path / "run"
+    (folder / "lora").mkdir(parents=True)
+    config = parse(APP, averaged)[0]
+    (folder / "config.yaml").write_text(to_yaml(config))
+    with pytest.raises(TrainerError, match=r"no LoRA yet \(no lora_ema/ in it\)"):
+        adapter_of(folder)
+    (folder / "lora_ema").mkdir()
+    assert adapter_of(folder) == folder / "lora_ema"
+    (folder / "config.yaml").write_text(to_yaml(parse(APP, [])[0]))
+    assert adapter_of(folder) == folder / "lora"
 
 
 METADATA = [

@@ -1,16 +1,20 @@
 """Pictures that come with prompts: every line that cannot be used is named before anything starts."""
 
 import json
+import struct
+import zlib
 
 import dpo_online.cli
 import numpy as np
 import pytest
 import torch
+from image_rewards import prompt_files
 from PIL import Image
 from ray_trainer import given
 from ray_trainer.cli import parse
 from ray_trainer.errors import TrainerError
 from ray_trainer.given import Finished, read_finished
+from ray_trainer.prompts import load_prompts
 from ray_trainer.validate import validate_config
 from run_report.video import read_video, video_size, write_video
 from safetensors.torch import save_file
@@ -68,6 +72,10 @@ def test_pairs_of_pictures_and_of_latents_are_taken(tmp_path):
             {"chosen": "a.png", "rejected": "film.mp4"},
             "line 2: .*film.mp4 is a video, and rollout.pipeline.num_frames is 1",
         ),
+        ({"chosen": "a.png", "rejected": "vector.png"}, "line 2: .*vector.png cannot be read"),
+        ({"chosen": "a.png", "rejected": "bomb.png"}, "line 2: .*bomb.png cannot be read: .*decompression bomb"),
+        ({"chosen": "a.png", "rejected": "../a.png"}, "line 2: rejected='../a.png' lies outside of"),
+        ({"chosen": "/etc/a.png", "rejected": "a.png"}, "line 2: chosen='/etc/a.png' lies outside of"),
     ],
 )
 def test_a_bad_line_is_named(row, words, tmp_path):
@@ -75,6 +83,11 @@ def test_a_bad_line_is_named(row, words, tmp_path):
     picture(tmp_path / "wide.png", width=96)
     for name in ("text.png", "text.safetensors", "film.mp4"):
         (tmp_path / name).write_text("not at all")
+    Image.new("RGB", (64, 64)).save(tmp_path / "vector.png", "EPS")  # PIL would start Ghostscript for it
+    header = bytearray((tmp_path / "a.png").read_bytes())
+    header[16:24] = struct.pack(">II", 30_000, 30_000)
+    header[29:33] = struct.pack(">I", zlib.crc32(header[12:29]))
+    (tmp_path / "bomb.png").write_bytes(header)
     (tmp_path / "half.png").write_bytes((tmp_path / "a.png").read_bytes()[:400])
     save_file({"latents": torch.zeros(4, 64)}, tmp_path / "few.safetensors")
     save_file({"a": torch.zeros(16, 64), "b": torch.zeros(1)}, tmp_path / "two.safetensors")
@@ -82,6 +95,16 @@ def test_a_bad_line_is_named(row, words, tmp_path):
     with pytest.raises(TrainerError, match=words):
         check(tmp_path, [good, {"prompt": "bad", **row}])
     assert not (tmp_path / "run").exists()
+    if row.get("rejected") in ("vector.png", "bomb.png"):  # and one that came there after the check
+        with pytest.raises(TrainerError, match="cannot be read"):
+            read_finished(tmp_path / row["rejected"])
+
+
+def test_paths_of_a_saved_data_set_count_from_its_own_folder(monkeypatch, tmp_path):
+    (tmp_path / "set").mkdir()
+    row = prompt_files.PromptRow(tmp_path / "set", 1, "one", metadata={"image": "a.png"}, unit="row")
+    monkeypatch.setattr(prompt_files, "read_prompts", lambda _: [row])
+    assert given.finished_files(load_prompts("set")[0], paired=False) == [tmp_path / "set" / "a.png"]
 
 
 def test_bad_lines_are_counted(tmp_path):

@@ -3,6 +3,8 @@
 import json
 import struct
 import time
+from contextlib import suppress
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -138,7 +140,7 @@ class Broken:
 
     picture = row
 
-    def close(self):
+    def close(self, failed):
         pass
 
 
@@ -147,6 +149,20 @@ def test_a_tracker_that_fails_is_named_once_and_the_run_goes_on(run, monkeypatch
     said = []
     send(run, "wandb", [1, 2, 3], said.append)
     assert said == ["warning: tracker wandb failed and gets nothing more (OSError: the network is away)"]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_failed_run_is_shown_as_failed(run, monkeypatch, failed):
+    wandb, mlflow = (object.__new__(OPENERS[name]) for name in ("wandb", "mlflow"))
+    wandb._run, mlflow._run, mlflow._client = Mock(), "id", Mock()
+    monkeypatch.setitem(trackers.OPENERS, "wandb", lambda *_: wandb)
+    monkeypatch.setitem(trackers.OPENERS, "mlflow", lambda *_: mlflow)
+    opened = Trackers(["wandb", "mlflow"], run, project="test", config={}, config_text="", first_step=1)
+    with suppress(RuntimeError), opened:
+        if failed:
+            raise RuntimeError("out of memory")
+    wandb._run.finish.assert_called_once_with(exit_code=int(failed))
+    mlflow._client.set_terminated.assert_called_once_with("id", "FAILED" if failed else "FINISHED")
 
 
 def test_one_that_cannot_be_opened_is_an_error(run, monkeypatch):

@@ -1,6 +1,6 @@
 """Finished pictures that come with the prompts: what offline DPO and supervised fine-tuning train on.
 
-A line of `data.train_file` names them, by paths from its own folder: `chosen` and `rejected` for a loss on pairs, `image` (or
+A line of `data.train_file` names them, by paths inside its own folder: `chosen` and `rejected` for a loss on pairs, `image` (or
 `file_name`, as the `datasets` library's image folders call it) for one that imitates. Each is a picture, for a model of videos a
 video file, or `.safetensors` with one tensor of clean latents, as the model holds them. They are encoded when their step comes,
 and remembered.
@@ -8,6 +8,7 @@ and remembered.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 PAIR, ONE = (("chosen",), ("rejected",)), (("image", "file_name"),)
 """Fields of a line, each with the names that it may have."""
+PICTURES = ("PNG", "JPEG", "WEBP")
+"""Kinds that are opened, as PIL calls them: readers of others start programs or are seldom looked after."""
 LATENTS, VIDEOS = ".safetensors", (".mp4", ".mov", ".mkv", ".webm")
 CACHE = 2 * 1024**3
 """Bytes of latents that a worker remembers: about 8,000 pictures of 512 pixels of a model with 16 latent channels."""
@@ -34,7 +37,7 @@ def finished_files(prompt: Prompt, paired: bool) -> list[Path]:
     """The files that a prompt names: winner and loser, or one.
 
     Raises:
-        TrainerError: a field that is missing or no text.
+        TrainerError: a field that is missing or no text, or a path that leaves the folder of the prompt file.
     """
     files = []
     for names in PAIR if paired else ONE:
@@ -44,7 +47,11 @@ def finished_files(prompt: Prompt, paired: bool) -> list[Path]:
             raise TrainerError(
                 f"{prompt.where} needs {wanted}, each the path of a picture, and has {value!r} for {names[0]!r}"
             )
-        files.append((prompt.folder / value).absolute())
+        folder = prompt.folder.absolute()
+        file = Path(os.path.normpath(folder / value))
+        if not file.is_relative_to(folder):
+            raise TrainerError(f"{prompt.where}: {names[0]}={value!r} lies outside of {folder}; move it there")
+        files.append(file)
     return files
 
 
@@ -95,10 +102,10 @@ def _fault(config: RunConfig, spec: ModelSpec, file: Path) -> str:
             return (
                 f"is a picture, and rollout.pipeline.num_frames={frames} needs a video ({', '.join(VIDEOS)}) or latents"
             )
-        with Image.open(file) as picture:
+        with Image.open(file, formats=PICTURES) as picture:
             found_size = picture.size
             picture.verify()
-    except (OSError, ValueError, SyntaxError) as error:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         return f"cannot be read: {error}"
     if found_size != size:
         return (
@@ -154,9 +161,9 @@ def read_finished(file: Path, frames: int = 1) -> Tensor:
             from run_report.video import read_video
 
             return torch.from_numpy(read_video(file, frames))
-        with Image.open(file) as picture:
+        with Image.open(file, formats=PICTURES) as picture:
             return torch.from_numpy(np.array(picture.convert("RGB")).transpose(2, 0, 1).copy())
-    except (OSError, ValueError, SyntaxError) as error:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise TrainerError(f"{file} cannot be read: {error}") from error
 
 

@@ -39,7 +39,7 @@ class Prompt:
     where: str = ""
     source: str = ""
     folder: Path = Path()
-    """Of that file, in which the files that the line names are looked for."""
+    """Of that file (of a saved data set, its own), in which the files that the line names are looked for."""
 
 
 def load_prompts(location: str | list[str]) -> list[Prompt]:
@@ -70,7 +70,7 @@ def load_prompts(location: str | list[str]) -> list[Prompt]:
             row.negative_prompt,
             row.metadata,
             row.where,
-            folder=row.file.parent,
+            folder=row.file if row.file.is_dir() else row.file.parent,
         )
         for row in rows
     ]

@@ -207,6 +207,7 @@ class RayDiffusionTrainer(ABC):
                         "trainer.on_existing=resume"
                     )
                     if stop.requested:
+                        trackers.close()  # who stops to go on later has not failed
                         raise Interrupted(told)
                     self.echo(f"trainer.max_hours={loop.max_hours:g}: {told}")
                     return

@@ -38,8 +38,8 @@ class Tracker(Protocol):
     def picture(self, step: int, file: Path) -> None:
         """The grid of a validation's pictures, a PNG."""
 
-    def close(self) -> None:
-        """Send what is left."""
+    def close(self, failed: bool) -> None:
+        """Send what is left, and say how the run ended, where the tracker shows that."""
 
 
 def missing_trackers(names: Sequence[str]) -> list[str]:
@@ -90,7 +90,7 @@ class Trackers:
             try:
                 self._open[one] = OPENERS[one](folder, project, name, run, config, config_text, first_step)
             except Exception as error:
-                self.close()
+                self.close(failed=True)
                 raise ReportError(
                     f"tracker {one} cannot be opened ({type(error).__name__}: {' '.join(str(error).split())[:300]}); mend that, or "
                     "leave it out of trainer.trackers"
@@ -105,9 +105,9 @@ class Trackers:
         """Send the grid of a validation."""
         self._each(lambda tracker: tracker.picture(step, file))
 
-    def close(self) -> None:
-        """Send what is left, and end."""
-        self._each(lambda tracker: tracker.close())
+    def close(self, failed: bool = False) -> None:
+        """Send what is left, and end, as a run that failed or as one that did not."""
+        self._each(lambda tracker: tracker.close(failed))
         self._open = {}
 
     def __enter__(self) -> Trackers:
@@ -116,7 +116,7 @@ class Trackers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(failed=error is not None)
 
     def _each(self, act: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._open.items()):
@@ -162,7 +162,7 @@ class _TensorBoard:
         )
         self._add(step, self._summaries.Summary.Value(tag="samples", image=content))
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._writer.close()
 
 
@@ -193,8 +193,8 @@ class _WandB:
     def picture(self, step: int, file: Path) -> None:
         self._run.log({"step": step, "samples": self._wandb.Image(str(file))})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
 
 
 class _Trackio:
@@ -216,7 +216,7 @@ class _Trackio:
             pixels = np.asarray(image.convert("RGB"))
         self._run.log({"samples": self._trackio.Image(pixels)}, step=step)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self._run.finish()
 
 
@@ -255,8 +255,8 @@ class _MLflow:
     def picture(self, step: int, file: Path) -> None:
         self._client.log_artifact(self._run, str(file), f"samples/step_{step:06d}")
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run)
+    def close(self, failed: bool) -> None:
+        self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
 
 
 OPENERS: dict[str, Callable[..., Tracker]] = {

@@ -37,7 +37,7 @@ def main(app: App, arguments: list[str]) -> int:
         )
     config = _config(app, sides, keys)
     if "prompts" in own:
-        config.data.val_file = own["prompts"]
+        config.data.sources, config.data.train_file, config.data.val_file = {}, own["prompts"], own["prompts"]
     out = Path(own.get("out") or f"runs/compare-{'-'.join(_short(side) for side in sides)}").expanduser()
     if (out / "samples").exists():
         raise TrainerError(f"out={str(out)!r} holds a comparison already; move it away, or give another out=FOLDER")
@@ -137,12 +137,17 @@ def _backend(config: RunConfig) -> DiffusersBackend:
 
 def _drawn(config: RunConfig, backend: DiffusersBackend, prompts: list[Prompt]) -> tuple[Any, list[dict[str, Any]]]:
     """Pictures uint8 [N, …] and a record of each."""
+    from dataclasses import replace
+
     from image_rewards import RewardSample, load
 
     from ..rollouts import requests_of
 
     rows = [(f"val/{prompt.uid}", prompt) for prompt in prompts]
-    requests = requests_of(config, rows, config.rollout.val_kwargs.n, step=0, validate=True)
+    requests = [  # what is compared is the backend's one adapter, whichever state the run validates with
+        replace(request, adapter="default")
+        for request in requests_of(config, rows, config.rollout.val_kwargs.n, step=0, validate=True)
+    ]
     pictures = backend.generate(requests)["responses"].numpy()
     samples = [
         RewardSample(picture, r.prompt, dict(r.metadata), uid=r.uid, index=r.index)

@@ -19,6 +19,8 @@ from ..config import RunConfig
 from ..errors import TrainerError
 from ..model_folder import transformers
 from ..models import check_present, fetch
+from ..resume import flat
+from ..values import free, read_yaml
 from .report import run_config, run_folder
 
 if TYPE_CHECKING:
@@ -86,23 +88,24 @@ def export(app: App, run: Path, to: str, out: Path) -> list[str]:
 
 
 def adapter_of(run: Path) -> Path:
-    """The folder with a run's LoRA: what its end wrote, else what its newest checkpoint exported.
+    """The folder with a run's LoRA, or with its average where that is what validation drew with (`trainer.val_weights`): what its
+    end wrote, else what its newest checkpoint exported.
 
     Raises:
         TrainerError: the run has none yet.
     """
-    if (run / "lora").is_dir():
-        return run / "lora"
-    for step in sorted(run.glob("checkpoints/step_*"), reverse=True):
-        if (step / "lora").is_dir():
-            return step / "lora"
+    written = flat(free(read_yaml(run / "config.yaml", "config.yaml"), "config.yaml", "the run folder"))
+    name = "lora_ema" if written.get("trainer.val_weights") == "ema" else "lora"
+    for folder in (run, *sorted(run.glob("checkpoints/step_*"), reverse=True)):
+        if (folder / name).is_dir():
+            return folder / name
     if (run / "transformer").is_dir():
         raise TrainerError(
             f"{str(run)!r} trained all weights, so it has no LoRA to convert: {str(run / 'transformer')!r} is a whole transformer, "
             "which diffusers' from_pretrained loads"
         )
     raise TrainerError(
-        f"{str(run)!r} has no LoRA yet (no lora/ in it): let it end (trainer.on_existing=resume), or train with "
+        f"{str(run)!r} has no LoRA yet (no {name}/ in it): let it end (trainer.on_existing=resume), or train with "
         "actor.checkpoint.save_contents=[model,optimizer,extra,lora]"
     )
 
@@ -210,10 +213,13 @@ def _card(run: Path, config: RunConfig, spec: ModelSpec, to: str, out: Path) -> 
     trained = (
         f"rank {config.model.lora_rank}, alpha {config.model.lora_alpha}" if config.model.lora_rank else "all weights"
     )
+    if config.val_adapter == "ema":
+        trained += f", averaged (decay {config.actor.fsdp_config.ema_decay:g})"
     loss = config.actor.diffusion_loss.loss_mode
+    rewards = ", ".join(f"`{one.name}`" for one in config.reward.each.values())
     lines += [
         f"{spec.pipeline_class}, trained by `{config.app}` (recipe `{config.recipe}`, loss `{loss}`) for the reward "
-        f"`{config.reward.name}`: {trained}. The whole config is in `config.yaml`.",
+        f"{rewards}: {trained}. The whole config is in `config.yaml`.",
         "",
         "```python",
         *_usage(spec, config, to, run),
