@@ -29,7 +29,13 @@ def test_it_trains_on_given_pairs_with_two_processes(start, small, metric_rows, 
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     folder = tmp_path / "run"
     files = [f"data.train_file={tmp_path}/pairs.jsonl", "data.val_file=builtin:tiny_shapes_heldout"]
-    size = ["data.prompts_per_step=4", "actor.ppo_mini_batch_size=8", "trainer.num_workers=2", "trainer.total_steps=2"]
+    size = [
+        "rollout.n=1",
+        "data.prompts_per_step=4",
+        "actor.ppo_mini_batch_size=8",
+        "trainer.num_workers=2",
+        "trainer.total_steps=2",
+    ]
     done = start("dpo-online", "recipe=offline_dpo", *small, *files, *size, f"trainer.run_dir={folder}").wait()
     assert done.code == 0, done.err[-4000:]
     assert done.left_over == []

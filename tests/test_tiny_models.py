@@ -108,7 +108,7 @@ def test_offline_dpo_on_a_tiny_sd35(model, one_process, tmp_path):
     pictures(tmp_path, 4)
     pairs = [{"prompt": f"a picture {i}", "chosen": f"{2 * i}.png", "rejected": f"{2 * i + 1}.png"} for i in range(2)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    files = [f"data.train_file={tmp_path}/pairs.jsonl", "data.val_file=builtin:tiny_shapes_heldout"]
+    files = [f"data.train_file={tmp_path}/pairs.jsonl", "data.val_file=builtin:tiny_shapes_heldout", "rollout.n=1"]
     first, second = rows_of(DPO, model("sd35"), "offline_dpo", tmp_path / "run", *files)
     assert first["actor/dpo_loss"] == pytest.approx(math.log(2))  # the policy is its own reference
     assert second["actor/dpo_loss"] < math.log(2)  # the same two pairs again
@@ -119,7 +119,7 @@ def test_sft_on_videos_of_a_tiny_wan(model, one_process, tmp_path):
     frames = np.random.default_rng(0).integers(0, 255, (5, 3, 32, 32), dtype=np.uint8)
     write_video(tmp_path / "film.mp4", frames)
     (tmp_path / "films.jsonl").write_text('{"prompt": "a film", "image": "film.mp4"}\n' * 2)
-    files = [f"data.train_file={tmp_path}/films.jsonl", "data.val_file=builtin:tiny_shapes_heldout"]
+    files = [f"data.train_file={tmp_path}/films.jsonl", "data.val_file=builtin:tiny_shapes_heldout", "rollout.n=1"]
     more, run_dir = [*files, *FILM, "trainer.trackers=[tensorboard]"], tmp_path / "run"
     rows = rows_of(DPO, model("wan"), "sft", run_dir, *more)
     assert all(math.isfinite(row["actor/sft_loss"]) for row in rows)

@@ -122,6 +122,11 @@ def test_bad_lines_are_counted(tmp_path):
             "it goes with pair_mode=best_worst and pair_margin=0",
         ),
         (["trainer.staleness=1"], "nothing is drawn"),
+        (["rollout.n=8"], "rollout.n=8 with data.offline=true: nothing is drawn .*; set rollout.n=1"),
+        (["rollout.rollout_adapter=reference"], "set rollout.rollout_adapter=default"),
+        (["algorithm.pair_margin=0.1"], "set algorithm.pair_margin=0.0"),
+        (["algorithm.flat_groups=drop"], "set algorithm.flat_groups=keep"),
+        (["algorithm.advantage_std=batch"], "set algorithm.advantage_std=group"),
         (["rollout.num_replicas=2"], "encode the pictures themselves"),
     ],
 )

@@ -40,7 +40,7 @@ def check_rules(config: RunConfig) -> None:
 def _sizes(config: RunConfig) -> Iterator[str]:
     """Every worker gets as many rows as the others, and every sample has another to be compared with."""
     n, prompts, workers = config.rows_per_prompt, config.data.prompts_per_step, config.trainer.num_workers
-    if n < 2 and not config.data.offline:
+    if n < 2 and not config.data.offline and config.actor.diffusion_loss.spec.scored:
         yield f"rollout.n={n} is too small: advantages compare the samples of one prompt, so give at least 2"
     if prompts * n % workers:
         yield f"data.prompts_per_step x {n} = {prompts * n} rows must divide by trainer.num_workers={workers}"
@@ -267,6 +267,9 @@ def _given(config: RunConfig) -> Iterator[str]:
         )
     if not config.data.offline and not loss.spec.scored:
         yield f"loss_mode={loss.loss_mode} imitates pictures that are given: set data.offline=true, and data.train_file with them"
+    for key, value, nothing in _of_drawing(config) if config.data.offline else ():
+        if value != nothing:
+            yield f"{key}={value} with data.offline=true: nothing is drawn or compared by reward in training; set {key}={nothing}"
     if config.data.offline and config.trainer.staleness:
         yield f"data.offline=true with trainer.staleness={config.trainer.staleness}: nothing is drawn; leave it at 0"
     if config.data.offline and not config.shares_weights:
@@ -275,6 +278,18 @@ def _given(config: RunConfig) -> Iterator[str]:
             f"{config.rollout.num_replicas}: the training processes encode the pictures themselves; set "
             "rollout.backend=diffusers and rollout.num_replicas=1"
         )
+
+
+def _of_drawing(config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Keys that only say how training samples are drawn and their rewards compared; each with its value and its default."""
+    for section, part, names in (
+        ("rollout", config.rollout, ("n", "rollout_adapter")),
+        ("reward", config.reward, ("combine",)),
+        ("algorithm", config.algorithm, ("advantage_std", "advantage_ddof", "advantage_eps", "flat_groups")),
+        ("algorithm", config.algorithm, ("pair_mode", "pair_ties", "pair_margin")),
+    ):
+        for name in names:
+            yield f"{section}.{name}", getattr(part, name), getattr(type(part)(), name)
 
 
 def _support(config: RunConfig) -> Iterator[str]:

@@ -78,7 +78,7 @@ def phases(
     compiled = on_gpu and not actor.fsdp_config.full_determinism if compiled is None else compiled
     engine = rollout.backend == "vllm_omni"
     fast = on_gpu and not rollout.vllm_omni.enforce_eager if engine else compiled
-    samples = config.data.prompts_per_step * rollout.n / ranks
+    samples = config.data.prompts_per_step * config.rows_per_prompt / ranks
     drawers = placed.engines * placed.tensor_parallel if engine and not placed.beside else ranks
     guided = 2 if drawn.true_cfg_scale > 1 else 1
     shared = placed.fsdp_size if placed.sharding == "shard" else 1
@@ -97,7 +97,7 @@ def phases(
     why = f"{drawing:g} samples a GPU x {drawn.num_inference_steps} steps" + (
         " x 2 for guidance" if guided == 2 else ""
     )
-    found = [Phase("rollout", seconds, why)]
+    found = [] if config.data.offline else [Phase("rollout", seconds, why)]
 
     steps, guides = trained_steps(config), guided if loss.spec.replays else 1
     rows = samples * steps * guides

@@ -361,7 +361,7 @@ def _reward(config: RunConfig) -> Iterator[Finding]:
         parts_ = ", ".join(f"{name} {value:.3g}" for name, value in result.components.items())
         text = f"{pool.name} gives a grey picture {result.score:.3g} ({parts_})"
         text += f" in {seconds:.2f} s, made in {loaded - start:.1f} s"
-        samples = config.data.prompts_per_step * config.rollout.n
+        samples = config.data.prompts_per_step * config.rows_per_prompt
         step = seconds * samples / pool.num_workers
         slow = step > 60
         workers = f"{key}.num_workers={pool.num_workers}"

@@ -90,7 +90,7 @@ def memory_lines(placed: Placement) -> Iterator[str]:
 
 def time_lines(config: RunConfig, found: list[Phase], price: str | None) -> Iterator[str]:
     """Seconds of each phase, and what follows for the run."""
-    samples, ranks = config.data.prompts_per_step * config.rollout.n, config.trainer.num_workers
+    samples, ranks = config.data.prompts_per_step * config.rows_per_prompt, config.trainer.num_workers
     yield f"seconds of a step of {samples} samples, without rewards"
     for phase in found:
         yield f"  {phase.name:<20}{phase.seconds:>8.1f}   {phase.why}"
