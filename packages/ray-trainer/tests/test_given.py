@@ -11,7 +11,7 @@ import torch
 from image_rewards import prompt_files
 from PIL import Image
 from ray_trainer import given
-from ray_trainer.cli import parse
+from ray_trainer.cli import parse, run
 from ray_trainer.errors import TrainerError
 from ray_trainer.given import Finished, read_finished
 from ray_trainer.prompts import load_prompts
@@ -168,3 +168,13 @@ def test_a_video_file_holds_what_was_written(tmp_path):
     assert np.abs(back.astype(int) - frames).mean() < 3
     with pytest.raises(ValueError, match="it has 5 frames, and 9 are needed"):
         read_video(tmp_path / "film.mp4", 9)
+
+
+def test_a_plan_draws_nothing(tmp_path, capsys):
+    picture(tmp_path / "a.png")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "one", "image": "a.png"}\n' * 2)
+    keys = ["data.val_file=builtin:tiny_shapes_heldout", "data.prompts_per_step=2"]
+    assert run(dpo_online.cli.APP, ["plan", "recipe=sft", f"data.train_file={tmp_path}/rows.jsonl", *keys]) == 0
+    said = capsys.readouterr().out
+    assert "of 2 samples" in said
+    assert "  rollout  " not in said
