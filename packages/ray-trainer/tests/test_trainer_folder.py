@@ -29,6 +29,7 @@ def a_run(folder):
             "environment.json",
             "inputs.json",
             "changes.jsonl",
+            "watchdog.jsonl",
             "samples/step_000004/grid.png",
         ),
         *("samples/step_000004/full/0000.png", "samples/.step_000008.tmp/grid.png", "checkpoints/latest.json"),

@@ -6,7 +6,7 @@ checkpoints/     step_000040/ …           lora/           what diffusers' load
 transformer/     in place of lora/ where all weights were trained (and transformer_ema/)
 failures/        the state of a step that failed            inputs.json     hashes of its prompts
 trackers/        what tensorboard, wandb and mlflow keep
-changes.jsonl    what a resumed run does otherwise           environment.json
+changes.jsonl    what a resumed run does otherwise           watchdog.jsonl  alarms; environment.json
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .values import read_yaml, section
 
 _STEP = r"\.?step_\d+(\.\w+)?"
 _OURS = re.compile(
-    r"(config\.yaml|(metrics|changes)\.jsonl|report\.html|inputs\.json)(\.tmp)?|environment\.json"
+    r"(config\.yaml|(metrics|changes|watchdog)\.jsonl|report\.html|inputs\.json)(\.tmp)?|environment\.json"
     rf"|samples/{_STEP}/(grid\.png|index\.json|full/\d+\.(png|mp4))"
     rf"|checkpoints/(latest\.(json|tmp)|{_STEP}/([\w.-]+/)*[\w.-]+\.(safetensors|json|metadata|distcp|tmp))"
     r"|lora(_ema)?/(transformer_2/)?\.?pytorch_lora_weights\.safetensors(\.\d+\.tmp)?"
