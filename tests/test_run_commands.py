@@ -5,11 +5,13 @@ import shutil
 
 import pytest
 from flowgrpo.cli import APP
+from model_specs import get_spec_for
 from ray_trainer.app import parse
 from ray_trainer.cli import run
-from ray_trainer.commands.export import adapter_of
+from ray_trainer.commands.export import _card, adapter_of
 from ray_trainer.config import to_yaml
 from ray_trainer.errors import TrainerError
+from ray_trainer.models import fetch
 from run_report import load_validations
 
 
@@ -104,6 +106,24 @@ def test_a_run_that_validates_with_its_average_is_compared_and_exported_by_it(tm
     assert adapter_of(folder) == folder / "lora_ema"
     (folder / "config.yaml").write_text(to_yaml(parse(APP, [])[0]))
     assert adapter_of(folder) == folder / "lora"
+
+
+def test_several_rewards_score_the_prompts_of_their_sources_and_stand_on_the_card(tmp_path):
+    file, shapes = "train_file: builtin:tiny_shapes_heldout, val_file: builtin:tiny_shapes_heldout", "name: shapes"
+    several = [
+        f"reward.several={{a: {{{shapes}}}, b: {{{shapes}}}}}",
+        f"data.sources={{one: {{{file}, rewards: [a]}}, two: {{{file}, rewards: [b]}}}}",
+    ]
+    small = ["data.val_max_prompts=2", "rollout.val_kwargs.n=1", "rollout.val_kwargs.pipeline.num_inference_steps=1"]
+    assert run(APP, ["compare", "base", "base", f"out={tmp_path / 'same'}", *several, *small]) == 0
+    scored = [set(record.components) & {"a", "b"} for record in load_validations(tmp_path / "same")[0].records]
+    assert scored == [{"a"}, {"b"}]  # the sources take turns
+    config = parse(APP, several)[0]
+    folder = fetch(config.model.path)
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    (tmp_path / "out").mkdir()
+    _card(tmp_path, config, get_spec_for(folder), "peft", tmp_path / "out")
+    assert "for the reward `shapes`, `shapes`: rank 16" in (tmp_path / "out" / "README.md").read_text()
 
 
 METADATA = [
