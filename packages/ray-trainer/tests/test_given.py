@@ -75,6 +75,7 @@ def test_pairs_of_pictures_and_of_latents_are_taken(tmp_path):
         ({"chosen": "a.png", "rejected": "vector.png"}, "line 2: .*vector.png cannot be read"),
         ({"chosen": "a.png", "rejected": "bomb.png"}, "line 2: .*bomb.png cannot be read: .*decompression bomb"),
         ({"chosen": "a.png", "rejected": "../a.png"}, "line 2: rejected='../a.png' lies outside of"),
+        ({"chosen": "a.png", "rejected": "link.png"}, "line 2: rejected='link.png' lies outside of"),
         ({"chosen": "/etc/a.png", "rejected": "a.png"}, "line 2: chosen='/etc/a.png' lies outside of"),
     ],
 )
@@ -83,6 +84,7 @@ def test_a_bad_line_is_named(row, words, tmp_path):
     picture(tmp_path / "wide.png", width=96)
     for name in ("text.png", "text.safetensors", "film.mp4"):
         (tmp_path / name).write_text("not at all")
+    (tmp_path / "link.png").symlink_to("/etc/hostname")
     Image.new("RGB", (64, 64)).save(tmp_path / "vector.png", "EPS")  # PIL would start Ghostscript for it
     header = bytearray((tmp_path / "a.png").read_bytes())
     header[16:24] = struct.pack(">II", 30_000, 30_000)

@@ -8,7 +8,6 @@ and remembered.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,10 +46,9 @@ def finished_files(prompt: Prompt, paired: bool) -> list[Path]:
             raise TrainerError(
                 f"{prompt.where} needs {wanted}, each the path of a picture, and has {value!r} for {names[0]!r}"
             )
-        folder = prompt.folder.absolute()
-        file = Path(os.path.normpath(folder / value))
-        if not file.is_relative_to(folder):
-            raise TrainerError(f"{prompt.where}: {names[0]}={value!r} lies outside of {folder}; move it there")
+        file = (prompt.folder / value).absolute()
+        if not file.resolve().is_relative_to(prompt.folder.resolve()):
+            raise TrainerError(f"{prompt.where}: {names[0]}={value!r} lies outside of {prompt.folder}; move it there")
         files.append(file)
     return files
 
