@@ -46,6 +46,7 @@ CASES = [
     (loss("awm", awm_ratio="trajectory"), ("default",), W, 0),
     (loss("awm", **KL), ("default", "old"), W, 2 * W),
     (loss("dpo"), ("default",), W, W),
+    (loss("sft"), ("default",), W, 0),
 ]
 
 

@@ -143,6 +143,7 @@ class Ahead:
         keys = [str(key) for key in batch.keys()]
         tensors = {key: batch[key].clone() for key in keys if isinstance(batch[key], torch.Tensor)}
         lists = {key: list(batch[key]) for key in ("uid", *_LISTS)} | {"ranks": self.workers.ranks}
+        lists["seen"] = {uid: self.rollouts.scoring.seen[uid] for uid in dict.fromkeys(lists["uid"])}
         write_tensors(folder / _FILE, tensors, {"lists": json.dumps(lists)})
 
     async def load(self, checkpoint: Path, step: int) -> None:
@@ -165,6 +166,7 @@ class Ahead:
             mine = batch["owner"] == rank
             batch["slot"][mine] = torch.arange(int(mine.sum()))
         self.workers.load_rows(folder)
+        self.rollouts.scoring.seen |= lists["seen"]
         self._step, self._next = step, asyncio.get_running_loop().create_future()
         self._next.set_result(Drawn(batch))
 

@@ -38,7 +38,7 @@ class Scoring:
     def __init__(self, config: RunConfig, places: Mapping[str, Any], trainers: Sequence[tuple[str, str]] = ()):
         self.config, self.rewards = config, config.reward.each
         self._places, self._trainers = places, trainers
-        self._looks = defaultdict[str, list[Sequence[float]]](list)  # of each prompt's samples
+        self.seen = defaultdict[str, list[Sequence[float]]](list)  # of each prompt's samples
         self.pools = {name: self._pool(name, reward) for name, reward in self.rewards.items()}
 
     def _pool(self, name: str, reward: NamedReward) -> RewardLoopManager:
@@ -91,7 +91,7 @@ class Scoring:
             for i, result in zip(which, results, strict=True):
                 found[i][name] = result
         for one, by_name in zip(samples, found, strict=True):
-            self._looks[one.uid] += [next(iter(by_name.values())).look]
+            self.seen[one.uid] += [next(iter(by_name.values())).look]
         return [self._together(results, source) for results, source in zip(found, sources, strict=True)]
 
     def _together(self, results: Mapping[str, RewardResult], source: str) -> Score:
@@ -110,7 +110,7 @@ class Scoring:
     def looks(self, batch: TensorDict) -> Metrics:
         """`rollout/saturation`, `rollout/sharpness`, and `rollout/diversity`: the standard deviation of a colour in a part of the
         picture over the samples of one prompt. All of 0 to 1; none where no picture was seen."""
-        groups = [self._looks.pop(uid, []) for uid in dict.fromkeys(batch["uid"])]
+        groups = [sorted(self.seen.pop(uid, [])) for uid in dict.fromkeys(batch["uid"])]
         arrays = [np.array(group) for group in groups if group and all(group)]
         if not arrays:
             return {}
