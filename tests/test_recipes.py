@@ -68,7 +68,7 @@ BAD = {
     "prompt file": (["data.train_file=/nowhere.jsonl"], "there is no prompt file"),
     "run folder": (["trainer.run_dir=/proc/run"], "cannot write into"),
     "negative steps": (["trainer.total_steps=0"], "trainer.total_steps=0 is out of range: it must be 1 to 1000000000"),
-    "too many prompts": (["data.prompts_per_step=97"], "must lie between 1 and the 96 prompts"),
+    "too many prompts": (["data.prompts_per_step=97"], "must lie between 1 and 96, as many prompts"),
     "reward": (["reward.name=shape"], "shapes"),
     "reward option": (["reward.options={strict_wait: 1}"], "strict_weight"),
     "loss of another program": (["actor.diffusion_loss.loss_mode=dpo"], "none of flowgrpo's"),

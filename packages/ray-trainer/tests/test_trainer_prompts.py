@@ -100,7 +100,7 @@ def test_the_sampler_is_a_function_of_seed_and_step():
     assert [p.uid for p in sampler.at(5)] == [p.uid for p in PromptSampler(prompts, DataConfig(), seed=3).at(5)]
     assert [p.uid for p in sampler.at(0)] != [p.uid for p in sampler.at(16)]  # a new order each epoch
     assert [p.uid for p in sampler.at(0)] != [p.uid for p in PromptSampler(prompts, DataConfig(), seed=4).at(0)]
-    with pytest.raises(TrainerError, match="must lie between 1 and the 96 prompts"):
+    with pytest.raises(TrainerError, match="must lie between 1 and 96, as many"):
         PromptSampler(prompts, DataConfig(prompts_per_step=97), seed=0)
 
 

@@ -636,6 +636,10 @@ def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
             f"trainer.run_dir={config.trainer.run_dir!r} is an address, and a run is written into a folder of this machine; mount "
             "the store and give its folder"
         )
+    if config.trainer.on_existing != "raise" and not config.trainer.run_dir:
+        raise TrainerError(
+            f"trainer.on_existing={config.trainer.on_existing} needs trainer.run_dir=FOLDER: without it every run has a new folder"
+        )
     run_dir = config.trainer.run_dir or f"runs/{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
     config.trainer.run_dir = str(Path(run_dir).absolute())
     _for_every_folder(config)

@@ -153,8 +153,8 @@ class PromptSampler:
                 files = f"data.sources.{name}" if name else "data.train_file"
                 share = f" ({count} of them from {files})" if name else ""
                 raise TrainerError(
-                    f"data.prompts_per_step={data.prompts_per_step}{share} must lie between 1 and the {len(self._of[name])} "
-                    f"prompts of {files}"
+                    f"data.prompts_per_step={data.prompts_per_step}{share} must lie between 1 and {len(self._of[name])}, as "
+                    f"many prompts of {files} are not held out for validation"
                 )
 
     def at(self, step: int) -> list[Prompt]:
