@@ -142,8 +142,8 @@ class Ahead:
         self.workers.save_rows(batch, folder)
         keys = [str(key) for key in batch.keys()]
         tensors = {key: batch[key].clone() for key in keys if isinstance(batch[key], torch.Tensor)}
-        lists = {key: list(batch[key]) for key in ("uid", *_LISTS)} | {"ranks": self.workers.ranks}
-        lists["seen"] = {uid: self.rollouts.scoring.seen[uid] for uid in dict.fromkeys(lists["uid"])}
+        lists: dict[str, Any] = {key: list(batch[key]) for key in ("uid", *_LISTS)} | {"ranks": self.workers.ranks}
+        lists["seen"] = {uid: self.rollouts.scoring.seen[uid] for uid in lists["uid"]}
         write_tensors(folder / _FILE, tensors, {"lists": json.dumps(lists)})
 
     async def load(self, checkpoint: Path, step: int) -> None:

@@ -110,7 +110,7 @@ class Scoring:
     def looks(self, batch: TensorDict) -> Metrics:
         """`rollout/saturation`, `rollout/sharpness`, and `rollout/diversity`: the standard deviation of a colour in a part of the
         picture over the samples of one prompt. All of 0 to 1; none where no picture was seen."""
-        groups = [sorted(self.seen.pop(uid, [])) for uid in dict.fromkeys(batch["uid"])]
+        groups = [sorted(map(tuple, self.seen.pop(uid, []))) for uid in dict.fromkeys(batch["uid"])]
         arrays = [np.array(group) for group in groups if group and all(group)]
         if not arrays:
             return {}
