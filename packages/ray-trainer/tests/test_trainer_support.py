@@ -1,5 +1,7 @@
 """A key that a person sets works or is refused: what these programs cannot do yet is said before anything starts."""
 
+from importlib.resources import files
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -117,3 +119,16 @@ def test_what_full_weights_cannot_do_is_refused(given, tmp_path):
     with pytest.raises(TrainerError, match=FULL[given]):
         check_rules(compose("flowgrpo", recipe, words))
     check_rules(compose("flowgrpo", recipe, []))
+
+
+@pytest.mark.parametrize(
+    ("app", "recipe", "words"),
+    [
+        ("dpo-online", "tiny_nft", "nothing corrects for it"),
+        ("flowgrpo", "tiny_flow_grpo", "rollout_correction.mode=decoupled"),
+    ],
+)
+def test_who_draws_ahead_is_told_what_it_costs(app, recipe, words):
+    file = Path(str(files(app.replace("-", "_")))) / "recipes" / f"{recipe}.yaml"
+    assert any(words in line for line in validate_config(compose(app, file, ["trainer.staleness=1"])))
+    assert not any(words in line for line in validate_config(compose(app, file, [])))
