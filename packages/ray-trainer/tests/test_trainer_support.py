@@ -130,5 +130,8 @@ def test_what_full_weights_cannot_do_is_refused(given, tmp_path):
 )
 def test_who_draws_ahead_is_told_what_it_costs(app, recipe, words):
     file = Path(str(files(app.replace("-", "_")))) / "recipes" / f"{recipe}.yaml"
-    assert any(words in line for line in validate_config(compose(app, file, ["trainer.staleness=1", "algorithm.old_log_probs=trainer"])))
+    assert any(
+        words in line
+        for line in validate_config(compose(app, file, ["trainer.staleness=1", "algorithm.old_log_probs=trainer"]))
+    )
     assert not any(words in line for line in validate_config(compose(app, file, [])))
