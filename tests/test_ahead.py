@@ -333,6 +333,25 @@ def test_groups_without_a_score_or_too_old_are_drawn_again_in_their_places():
     assert metrics["rollout/refilled"] == 1
 
 
+def test_what_the_policy_drew_before_the_run_went_back_is_not_trained(program):
+    """The rule is broken once three steps lie before."""
+    back = "trainer.watchdog.grad_norm={bound: -1, steps: 1, action: rollback}"
+    code, rows, _ = program("flowgrpo", "trainer.staleness=1", "trainer.total_steps=5", back)
+    assert code == 0
+    assert rows[3]["watchdog/went_back_to"] == 3
+    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1, 0]
+
+
+def test_what_waited_under_another_config_is_drawn_anew(program, tmp_path):
+    short = ["trainer.staleness=1", "trainer.total_steps=3"]
+    program("flowgrpo", *short)
+    rewound(tmp_path / "run", tmp_path / "killed", 2)
+    change = ["actor.optim.lr=1e-4", "trainer.allow_config_change=[actor.optim.lr]", "trainer.on_existing=resume"]
+    code, rows, _ = program("flowgrpo", *short, *change, folder="killed", gated=False)
+    assert code == 0
+    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 0]
+
+
 # ---- whole programs ------------------------------------------------------------------------------------------------------
 
 VICTIMS = {"driver": "", "worker": "ray::ActorRolloutRefWorker", "replica": "ray::HostedDiffusersBackend"}

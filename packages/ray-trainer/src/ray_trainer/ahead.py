@@ -171,11 +171,12 @@ class Ahead:
         self._next.set_result(Drawn(batch))
 
     async def close(self) -> None:
-        """Give up the waiting batch."""
-        if self._next is not None:
-            await cancel([self._next])
-            if not self._next.cancelled() and self._next.exception() is None:
-                await self._next.result().cancel()
+        """Give up the waiting batch. A later `take` draws anew."""
+        waiting, self._next = self._next, None
+        if waiting is not None:
+            await cancel([waiting])
+            if not waiting.cancelled() and waiting.exception() is None:
+                await waiting.result().cancel()
 
 
 def rows_of(prompts: list[Prompt], step: int) -> list[tuple[str, Prompt]]:

@@ -253,7 +253,9 @@ class RayDiffusionTrainer(ABC):
         save_environment(self.run.path, self.workers.call(Worker.describe)[0])
         # The first sync: no sample is drawn before the sampler has proved that it holds the trainer's weights.
         self.sync(done or 0)
-        if done is not None and self.ahead:
+        if done is not None and self.ahead and any(c.step == done for c in load_changes(self.run.path)):
+            self._note("the config has changed, so the samples that waited for their step are drawn anew")
+        elif done is not None and self.ahead:
             self._runner.run(self.ahead.load(checkpoint.step_folder(self.run.checkpoints, done), done))
         return done or 0
 
@@ -363,6 +365,8 @@ class RayDiffusionTrainer(ABC):
                 self._collapsed = broken.reason
             elif good is not None:
                 self.workers.call(Worker.load_checkpoint, str(checkpoint.step_folder(self.run.checkpoints, good)))
+                if self.ahead:  # what waits is of the policy that collapsed
+                    self._runner.run(self.ahead.close())
                 self.watchdog.went_back()
                 return found | {"watchdog/went_back_to": float(good)}
         return found
