@@ -103,6 +103,10 @@ def test_too_few_cards_are_refused(four_gpus, make):
         ("reward.num_gpus=1.5", "a share of one GPU, or whole ones"),
         ("reward.share_trainers_gpus=true", "needs reward.num_gpus above 0"),
         (
+            "reward={share_trainers_gpus: true, num_gpus: 1}; trainer.staleness=1",
+            "scored during the update",
+        ),
+        (
             "reward={share_trainers_gpus: true, num_gpus: 1, num_workers: 2}",
             "do not fit the GPUs of trainer.num_workers=1",
         ),
@@ -110,7 +114,7 @@ def test_too_few_cards_are_refused(four_gpus, make):
 )
 def test_shares_that_cannot_be_are_refused(make, given, said):
     with pytest.raises(TrainerError, match=said):
-        check_rules(make(given))
+        check_rules(make(*given.split("; ")))
 
 
 def test_a_network_runs_where_its_worker_has_a_gpu_unless_its_options_say_otherwise():

@@ -139,6 +139,10 @@ def refusal(recipe, *changes):
     ("changes", "words"),
     [
         (["mode=decoupled"], "set algorithm.old_log_probs=trainer or auto"),
+        (
+            ["mode=decoupled", "old=auto", "staleness=1"],
+            "nothing would be corrected; set algorithm.old_log_probs=trainer",
+        ),
         (["mode=bypass", "old=trainer"], "old_log_probs=trainer around another; set rollout"),
         (
             ["cap=3"],
@@ -152,7 +156,15 @@ def refusal(recipe, *changes):
 )
 def test_a_correction_without_effect_or_meaning_is_refused(changes, words):
     keys = [f"algorithm.rollout_correction.{one}".replace("rollout_correction.old", "old_log_probs") for one in changes]
+    keys = [key.replace("algorithm.rollout_correction.staleness", "trainer.staleness") for key in keys]
     assert words in refusal("tiny_flow_grpo", *keys)
+
+
+def test_going_back_needs_checkpoints():
+    back = "trainer.watchdog.grad_norm.action=rollback"
+    assert f"{back} with trainer.save_every=0: there is no checkpoint" in refusal(
+        "tiny_flow_grpo", back, "trainer.save_every=0"
+    )
 
 
 def test_log_probs_that_do_not_exist_are_not_compared():

@@ -108,6 +108,7 @@ FULL = {
     "rollout={backend: vllm_omni, fp8: true}": "the engine rounds its own when it starts",
     "model.transformer_subfolder=transformer rollout.num_replicas=2": "replicas want the weights of all",
     "actor.fsdp_config.ema_decay=0.9 trainer.val_weights=ema trainer.staleness=1 rollout.num_replicas=2": "after validation with",
+    "trainer.staleness=1 rollout.num_replicas=2": "would be sent weights that are half trained",
 }
 
 

@@ -73,10 +73,12 @@ class RayFlowGRPOTrainer(RayDiffusionTrainer):
                 said = {FLOOR: seen[0]}
             self._floor = seen[0]
             close = self._floor <= clip * SHARE
+            decoupled = self.config.algorithm.rollout_correction.mode == "decoupled"
             self._note(
                 f"algorithm.old_log_probs=auto: at the first step trainer and rollout differ by {self._floor:.2e} at most, "
                 f"{'within' if close else 'more than'} {SHARE:g} of clip_ratio={clip:g}: "
                 + ("the rollout's own log-probs serve" if close else "the trainer scores the samples again")
+                + (", so rollout_correction does nothing" if close and decoupled else "")
             )
         return ("rollout" if self._floor <= clip * SHARE else "trainer"), said
 

@@ -16,6 +16,7 @@ from sde_samplers.kinds import find_kind
 
 from .config import RolloutCorrectionConfig, RunConfig, updates_per_step
 from .errors import TrainerError
+from .watchdog import RULES
 
 
 def check_rules(config: RunConfig) -> None:
@@ -31,6 +32,7 @@ def check_rules(config: RunConfig) -> None:
         *([_window] if spec.replays else []),
         *([_pairs] if spec.paired else []),
         _given,
+        _watchdog,
     ]
     for rules in (*broken, _support):
         for complaint in rules(config):
@@ -137,6 +139,11 @@ def _weights(config: RunConfig) -> Iterator[str]:
             f"after validation with those of {config.val_adapter!r}; let both be one (trainer.val_weights, "
             "rollout.rollout_adapter), or use staleness=0"
         )
+    elif config.trainer.staleness and mode != "lora" and not config.shares_weights and rollout.router.restart:
+        yield (
+            "rollout.router.restart=true with trainer.staleness=1 and all weights sent: a replica that starts again during an "
+            "update would be sent weights that are half trained; set rollout.router.restart=false, or staleness=0"
+        )
     if mode != "lora" and rollout.fp8 and rollout.backend == "vllm_omni":
         yield "rollout.fp8=true with all weights sent: the engine rounds its own when it starts, and takes no others; leave it off"
 
@@ -156,6 +163,11 @@ def _log_probs(config: RunConfig) -> Iterator[str]:
         )
     if fix.mode == "decoupled" and old == "rollout":
         yield f"{mode} weighs by the trainer's log-probs against the rollout's: set algorithm.old_log_probs=trainer or auto"
+    if fix.mode == "decoupled" and old == "auto" and config.trainer.staleness:
+        yield (
+            f"{mode} with algorithm.old_log_probs=auto and trainer.staleness=1: auto may settle on the rollout's log-probs, and "
+            "nothing would be corrected; set algorithm.old_log_probs=trainer"
+        )
     if fix.mode == "bypass" and old != "rollout":
         yield f"{mode} clips around the policy that drew, and algorithm.old_log_probs={old} around another; set rollout"
     plain = RolloutCorrectionConfig()
@@ -217,6 +229,11 @@ def _rewards(config: RunConfig) -> Iterator[str]:
             yield f"{key}.num_gpus={one.num_gpus:g}: a worker has a share of one GPU, or whole ones"
         if one.share_trainers_gpus and not 0 < one.num_gpus <= 1:
             yield f"{key}.share_trainers_gpus=true needs {key}.num_gpus above 0 and up to 1, not {one.num_gpus:g}"
+        if one.share_trainers_gpus and config.trainer.staleness:
+            yield (
+                f"{key}.share_trainers_gpus=true with trainer.staleness=1: rewards are scored during the update, which needs those "
+                f"GPUs; set {key}.share_trainers_gpus=false, or staleness=0"
+            )
         if one.share_trainers_gpus and one.num_workers * one.num_gpus > config.trainer.num_workers:
             yield (
                 f"{key}.num_workers={one.num_workers} of {one.num_gpus:g} GPUs each do not fit the GPUs of "
@@ -278,6 +295,16 @@ def _given(config: RunConfig) -> Iterator[str]:
             f"{config.rollout.num_replicas}: the training processes encode the pictures themselves; set "
             "rollout.backend=diffusers and rollout.num_replicas=1"
         )
+
+
+def _watchdog(config: RunConfig) -> Iterator[str]:
+    """Who goes back needs a checkpoint to go back to."""
+    for name in RULES if not config.trainer.save_every else ():
+        if getattr(config.trainer.watchdog, name).action == "rollback":
+            yield (
+                f"trainer.watchdog.{name}.action=rollback with trainer.save_every=0: there is no checkpoint to go back to; set "
+                "trainer.save_every, or action=stop"
+            )
 
 
 def _of_drawing(config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
