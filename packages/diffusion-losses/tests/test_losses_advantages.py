@@ -205,3 +205,8 @@ def test_decay_schedules():
 def test_bad_input(call, match):
     with pytest.raises(LossError, match=match):
         call()
+
+
+def test_groups_about_which_no_reward_says_anything_are_counted():
+    metrics = combined_advantages({"a": [1.0, 1.0, 0.0, 1.0], "b": [2.0, 2.0, 3.0, 3.0]}, ["x", "x", "y", "y"]).metrics
+    assert (metrics["advantages/groups"], metrics["advantages/equal_groups"]) == (2, 1)

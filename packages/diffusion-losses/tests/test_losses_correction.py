@@ -87,6 +87,13 @@ def test_equal_policies_correct_nothing():
     assert out.metrics["correction/effective_sample_share"] == 1
 
 
+def test_what_is_rejected_is_no_effective_sample():
+    half = rollout_correction(torch.tensor([[0.0], [5.0]]), torch.zeros(2, 1), reject=(0.5, 2.0)).metrics
+    assert half["correction/effective_sample_share"] == 0.5
+    none = rollout_correction(torch.full((2, 1), 5.0), torch.zeros(2, 1), reject=(0.5, 2.0)).metrics
+    assert (none["correction/rejected"], none["correction/effective_sample_share"]) == (1, 0)
+
+
 def test_weights_make_an_off_policy_mean_unbiased():
     """Samples of N(0, 1) weighted to N(0.3, 1): with a cap that never binds, the weighted mean of x is 0.3."""
     x = torch.randn(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -70,6 +70,12 @@ def test_a_reward_takes_from_the_section_what_it_does_not_say_and_the_config_rea
         ("data.sources.free.rewards=[right]", "reward.several.right 'shapes'.*creative_train.jsonl, line 1"),
         ("reward.several.small.weight=0", "have weight 0"),
         ("reward.combine=gdpo|algorithm.advantage_std=none", "gdpo divides by standard deviations"),
+        (
+            "reward.combine=gdpo|algorithm.advantage_std=batch",
+            "compares samples that a reward scores with those of other",
+        ),
+        ("reward.several.small_count.name=ocr", "may also be the name of a part of 'small'"),
+        ("reward.several.source_a.name=ocr", "may also be the name of a part of 'source'"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(make, given, said):
@@ -145,6 +151,18 @@ def test_scores_are_summed_by_weight_and_kept_apart_and_a_source_has_its_own(mak
     assert alone == (-2.0, {"small": -4.0, "source_free": -2.0}, None)
     assert math.isnan(bad[0])
     assert bad[2] == "right: E: bad"
+
+
+def test_a_reward_that_only_watches_takes_no_sample_away(make, monkeypatch):
+    made = score(make("reward.several.right.weight=0"), monkeypatch)
+    monkeypatch.setattr(made.pools["right"], "name", "jpeg_compressibility")
+    monkeypatch.setattr(made.pools["small"], "score_all", lambda samples: every_one(samples))
+    ((total, parts, error),) = ask(made, ["step1/scenes-line2"], [9])
+    assert (total, parts["small"], error) == (-0.5, -1.0, "right: E: bad")
+
+
+async def every_one(samples):
+    return [RewardResult(-1.0) for _ in samples]
 
 
 def test_gdpo_hears_a_small_reward_beside_a_large_one_and_the_sum_does_not(make):

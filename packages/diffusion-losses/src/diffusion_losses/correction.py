@@ -139,5 +139,7 @@ def _weight_metrics(weights: Tensor, ratio: Tensor, kept: Tensor, counted: Tenso
         used = torch.ones(1, dtype=torch.float64, device=weights.device)
     metrics["correction/weight_mean"] = used.mean().float()
     metrics["correction/weight_min"], metrics["correction/weight_max"] = used.min().float(), used.max().float()
-    metrics["correction/effective_sample_share"] = (used.sum() ** 2 / (used.square().sum() * used.numel())).float()
+    left = weights[kept].double()
+    share = left.sum() ** 2 / (left.square().sum() * count) if left.numel() else torch.zeros_like(used[0])
+    metrics["correction/effective_sample_share"] = share.float()
     return metrics

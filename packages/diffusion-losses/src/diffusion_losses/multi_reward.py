@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .advantages import finish, group_advantages, moments, scale_of
 from .errors import LossError, check_name
-from .groups import GroupIds, read_rewards, result_dtype
+from .groups import GroupIds, read_groups, read_rewards, result_dtype
 from .types import AdvantageOutput
 
 METHODS = ("gdpo", "decoupled", "sum")
@@ -43,7 +43,8 @@ def combined_advantages(
             eps_kind="floor", MixGRPO ddof=1, eps=1e-8.
 
     A component that says nothing about a group (all equal) contributes zero there; a sample is masked when no
-    component says anything or any of its rewards is not finite. Metrics of single components are under
+    component says anything or any of its rewards is not finite. `advantages/equal_groups` counts groups
+    of several in which no sample is left. Metrics of single components are under
     `advantages/<name>_...`. Raises `LossError` for no components, weights of unknown components, or what
     `group_advantages` refuses.
     """
@@ -75,7 +76,9 @@ def combined_advantages(
         whole = moments(combined[finite], ddof)
         combined = (combined - whole.mean) / scale_of(whole.std, eps, eps_kind)
     combined = torch.where(mask, combined, torch.zeros_like(combined))
-    counts = {"nonfinite": float((~finite).sum())}
+    rows = read_groups(groups, mask.numel()).values()
+    silent = sum(len(members) > 1 and not bool(mask[members].any()) for members in rows)
+    counts = {"groups": len(rows), "nonfinite": int((~finite).sum()), "equal_groups": silent}
     output = finish(combined, mask, counts, clip=clip, dtype=dtype)
     for name, part in parts.items():
         prefix = f"advantages/{name}_"

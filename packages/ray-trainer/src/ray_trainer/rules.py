@@ -221,6 +221,9 @@ def _rewards(config: RunConfig) -> Iterator[str]:
     for name, one in reward.several.items():
         if not one.name:
             yield f"reward.several.{name} has no name; set reward.several.{name}.name to a reward"
+        taken = [other for other in (*reward.several, "source") if name.startswith(f"{other}_")]
+        if taken:
+            yield f"reward.several.{name} may also be the name of a part of {taken[0]!r} in the metrics; give it another name"
     if not any(one.weight for one in reward.each.values()):
         yield "every reward of reward.several has weight 0, so nothing is trained on; give one another weight"
     for name, one in reward.each.items():
@@ -259,6 +262,15 @@ def _rewards(config: RunConfig) -> Iterator[str]:
         yield "reward.combine=gdpo makes advantages, and dpo's pairs are made of scores; use weighted_sum"
     if reward.combine == "gdpo" and algorithm.advantage_std == "none":
         yield "reward.combine=gdpo divides by standard deviations; set algorithm.advantage_std to group (as published) or batch"
+    if (
+        reward.combine == "gdpo"
+        and algorithm.advantage_std == "batch"
+        and any(s.rewards for s in config.data.sources.values())
+    ):
+        yield (
+            "reward.combine=gdpo with algorithm.advantage_std=batch compares samples that a reward scores with those of other "
+            "sources; set it to group"
+        )
 
 
 def _pairs(config: RunConfig) -> Iterator[str]:

@@ -98,10 +98,12 @@ class Scoring:
         if "" in results:
             total, components = results[""].score, dict(results[""].components)
         else:
-            total = sum(self.rewards[name].weight * result.score for name, result in results.items())
-            components = {name: result.score for name, result in results.items() if math.isfinite(result.score)}
-            for name, result in results.items():
-                components |= {f"{name}_{part}": value for part, value in result.components.items()}
+            weights = {name: self.rewards[name].weight for name in results}
+            total = sum(weight * results[name].score for name, weight in weights.items() if weight)
+            components = {
+                f"{name}_{part}": value for name, result in results.items() for part, value in result.components.items()
+            }
+            components |= {name: result.score for name, result in results.items() if math.isfinite(result.score)}
         if source and math.isfinite(total):
             components[f"source_{source}"] = total
         errors = [f"{name}: {one.error}" if name else one.error for name, one in results.items() if one.error]
@@ -140,7 +142,7 @@ def advantages(config: RunConfig, batch: TensorDict) -> AdvantageOutput:
     }
     if config.reward.combine == "weighted_sum":
         return group_advantages(scores, groups, **how)
-    rewards = config.reward.each
+    rewards = {name: reward for name, reward in config.reward.each.items() if reward.weight}
     rows = list(zip(scores.tolist(), list(batch["reward_components"]), groups, strict=True))
     parts = {
         name or "reward": torch.tensor([_own(config, name, *row) for row in rows], dtype=torch.float64)
