@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 
 import pytest
 import ray
@@ -103,6 +104,10 @@ def test_too_few_cards_are_refused(four_gpus, make):
         ("reward.num_gpus=1.5", "a share of one GPU, or whole ones"),
         ("reward.share_trainers_gpus=true", "needs reward.num_gpus above 0"),
         (
+            "reward={share_trainers_gpus: true, num_gpus: 1}; actor.fsdp_config.device=cpu",
+            "reward.share_trainers_gpus=true with actor.fsdp_config.device=cpu: the trainers have no GPU",
+        ),
+        (
             "reward={share_trainers_gpus: true, num_gpus: 1}; trainer.staleness=1",
             "scored during the update",
         ),
@@ -141,6 +146,13 @@ def test_a_network_sleeps_on_the_cpu_and_is_back_for_the_next_sample(monkeypatch
     made(sample())
     made(sample())
     assert moves == ["cpu", "cuda"]
+    with made.awake():  # a forward pass
+        sleeper = threading.Thread(target=made.sleep)
+        sleeper.start()
+        sleeper.join(0.1)
+        assert moves == ["cpu", "cuda"]
+    sleeper.join()
+    assert moves == ["cpu", "cuda", "cpu"]
     monkeypatch.undo()
     made.device = "cpu"
     made._move("meta")

@@ -13,6 +13,8 @@ from ray_trainer.validate import validate_config
 REFUSED = {
     "model={lora_rank: 0, lora: {merge: true}}": "there is no adapter for model.lora.merge",
     "model={lora_rank: 0, lora_adapter_path: /tmp}": "there is no adapter for model.lora_adapter_path",
+    "model={lora_rank: 0, lora_alpha: 128}": "there is no adapter for model.lora_alpha",
+    "model={lora_rank: 0, target_modules: attention}": "there is no adapter for model.target_modules",
     "actor.fsdp_config.ema_every=8": "ema_every is of the average that actor.fsdp_config.ema_decay keeps",
     "actor.fsdp_config.ema_warmup=true": "ema_warmup is of the average",
     "trainer.val_weights=ema": "trainer.val_weights=ema needs an average",

@@ -89,10 +89,7 @@ class GenevalReward(ModelReward):
 
     def score_valid(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         # Detectors pad a batch to its largest picture, so pictures go one by one.
-        self.prepare()
-        import torch
-
-        with torch.inference_mode():
+        with self.awake():
             return [self.score_batch([sample])[0] for sample in samples]
 
     def score_batch(self, samples: Sequence[RewardSample]) -> list[RewardResult]:

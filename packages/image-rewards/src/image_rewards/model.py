@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,7 @@ class ModelReward(Reward):
     def __post_init__(self) -> None:
         require(self.dtype in DTYPES, f"dtype={self.dtype!r} is unknown. Choose one of {', '.join(DTYPES)}.")
         check_counts(batch_size=self.batch_size)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._ready, self._asleep = False, False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,7 +60,7 @@ class ModelReward(Reward):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def prepare(self) -> None:
         """Load the weights now instead of with the first sample."""
@@ -77,8 +78,18 @@ class ModelReward(Reward):
                 self._move(self.device)
                 self._asleep = False
 
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """For forward passes: weights are loaded, and `sleep` waits until the end."""
+        with self._lock:
+            self.prepare()
+            import torch
+
+            with torch.inference_mode():
+                yield
+
     def sleep(self) -> None:
-        """The weights go to the CPU."""
+        """The weights go to the CPU, once no forward pass runs."""
         with self._lock:
             if self._ready and not self._asleep and self.device != "cpu":
                 import torch
@@ -103,11 +114,8 @@ class ModelReward(Reward):
         """Score exactly `batch_size` samples in one forward pass."""
 
     def score_valid(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        self.prepare()
-        import torch
-
         results: list[RewardResult] = []
-        with torch.inference_mode():
+        with self.awake():
             for start in range(0, len(samples), self.batch_size):
                 batch = list(samples[start : start + self.batch_size])
                 full = batch + [batch[-1]] * (self.batch_size - len(batch))

@@ -392,6 +392,8 @@ DOORS = (
 """Keys that may name what a person wrote, as "module:attribute" or "./file.py:attribute"."""
 EITHER = {"reward.several": ("reward.name", "reward.options"), "data.sources": ("data.train_file", "data.val_file")}
 """Sections with several of something, and the keys that say one of it: a layer with the one puts the other of lower layers away."""
+LORA = ("lora_alpha", "lora_init_weights", "lora_dtype", "target_modules", "exclude_modules", "lora_adapter_path")
+"""Keys of `model` that are of a LoRA alone: a layer with `lora_rank: 0` puts those of lower layers away."""
 ELSEWHERE = {
     "learning_rate": "actor.optim.lr",
     "max_steps": "trainer.total_steps",
@@ -488,6 +490,8 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         for key in singles if _at(above, group) else (group,) if _at(above, singles[0]) else ():
             part, _, leaf = key.partition(".")
             below.get(part, {}).pop(leaf, None)
+    for key in LORA if _at(above, "model.lora_rank") == 0 else ():
+        below.get("model", {}).pop(key, None)
     return _merge(below, above)
 
 

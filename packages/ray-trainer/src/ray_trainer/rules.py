@@ -14,7 +14,7 @@ from omni_rollout.loops import LOOPS, get_agent_loop
 from run_report.trackers import missing_trackers
 from sde_samplers.kinds import find_kind
 
-from .config import RolloutCorrectionConfig, RunConfig, updates_per_step
+from .config import LORA, RolloutCorrectionConfig, RunConfig, updates_per_step
 from .errors import TrainerError
 from .watchdog import RULES
 
@@ -90,8 +90,9 @@ def _weights(config: RunConfig) -> Iterator[str]:
     """What is trained, what is kept beside it, and what samplers are sent."""
     model, fsdp, rollout, mode = config.model, config.actor.fsdp_config, config.rollout, config.sync_mode
     if mode == "full":
-        if model.lora.merge or model.lora_adapter_path:
-            key = "model.lora.merge" if model.lora.merge else "model.lora_adapter_path"
+        changed = [name for name in LORA if getattr(model, name) != getattr(type(model)(), name)]
+        if model.lora.merge or changed:
+            key = "model.lora.merge" if model.lora.merge else f"model.{changed[0]}"
             yield f"model.lora_rank=0 trains all weights, so there is no adapter for {key}; leave it out, or set model.lora_rank"
         if fsdp.model_dtype not in ("fp32", "float32"):
             yield (
@@ -232,6 +233,11 @@ def _rewards(config: RunConfig) -> Iterator[str]:
             yield f"{key}.num_gpus={one.num_gpus:g}: a worker has a share of one GPU, or whole ones"
         if one.share_trainers_gpus and not 0 < one.num_gpus <= 1:
             yield f"{key}.share_trainers_gpus=true needs {key}.num_gpus above 0 and up to 1, not {one.num_gpus:g}"
+        if one.share_trainers_gpus and config.actor.fsdp_config.device == "cpu":
+            yield (
+                f"{key}.share_trainers_gpus=true with actor.fsdp_config.device=cpu: the trainers have no GPU to share; set "
+                f"{key}.share_trainers_gpus=false"
+            )
         if one.share_trainers_gpus and config.trainer.staleness:
             yield (
                 f"{key}.share_trainers_gpus=true with trainer.staleness=1: rewards are scored during the update, which needs those "
