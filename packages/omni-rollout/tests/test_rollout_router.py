@@ -242,6 +242,8 @@ def test_drain_waits_and_holds_new_batches(arithmetic_replica, make_request, col
 
     assert asyncio.run(run())["policy_version"].tolist() == [3]
 
+    router = Router([arithmetic_replica(delay=2.0)])  # long, so that a busy machine changes nothing
+
     async def stuck():
         task = asyncio.ensure_future(collect(router, [make_request(2)]))
         await asyncio.sleep(0.01)
