@@ -59,7 +59,7 @@ def runs(tmp_path_factory, metric_rows):
 )
 def test_metrics_do_not_depend_on_the_number_of_processes(runs, program, keys, ways):
     """Two steps of two updates each. Rows of a batch that is forwarded together differ in number, and with them the last bits.
-    2e-6 more is for differences of nearly equal numbers that are multiplied by beta, as `actor/dpo_margin` is."""
+    `actor/dpo_margin` alone is held to 2e-6: a difference of two nearly equal errors, times beta."""
     found = runs(program, keys, ways)
     single = found["one"]
     assert [row["step"] for row in single] == [0, 1, 2]
@@ -69,4 +69,6 @@ def test_metrics_do_not_depend_on_the_number_of_processes(runs, program, keys, w
         for ours, theirs in zip(rows[1:], single[1:], strict=True):
             assert ours.keys() == theirs.keys()
             ours, theirs = ({k: v for k, v in row.items() if k != "rollout/batch_rows"} for row in (ours, theirs))
-            assert ours == pytest.approx(theirs, rel=1e-5, abs=2e-6, nan_ok=True), way
+            margins = [row.pop("actor/dpo_margin", 0.0) for row in (ours, theirs)]
+            assert margins[0] == pytest.approx(margins[1], rel=1e-5, abs=2e-6), way
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=5e-7, nan_ok=True), way
