@@ -16,6 +16,7 @@ import pytest
 import ray_trainer.rollouts
 import ray_trainer.trainer as loop
 import torch
+from fsdp_diffusers_engine.states import PolicyStatesMixin
 from omni_rollout.agent_loop import Drawn
 from omni_rollout.diffusers_backend import DiffusersBackend
 from omni_rollout.errors import ReplicaError
@@ -203,6 +204,107 @@ def test_replicas_draw_beside_the_update_and_all_is_drawn_before_the_weights_com
     _, embedded, _ = program("flowgrpo", "trainer.staleness=1", "rollout.max_batch_size=2", folder="embedded")
     for mine, theirs in zip(rows, embedded, strict=True):
         assert mine["reward/mean"] == pytest.approx(theirs["reward/mean"], rel=1e-4 if mine["step"] <= 2 else 0.02)
+
+
+# ---- the policy that a loss compares with -------------------------------------------------------------------------------
+
+NFT = ["recipe=tiny_nft", "algorithm.old_policy={decay_rate: 0.5, decay_max: 0.5}", "actor.ppo_mini_batch_size=3"]
+LAG = [
+    "model.policy_state_adapters=[default,old]",
+    "actor.diffusion_loss.lag_kl_coef=0.1",
+    "actor.diffusion_loss.clip_ratio=0.1",
+]
+COMPARING = {
+    "nft": NFT,
+    "nft, old now and then": [*NFT, "algorithm.old_policy.update_every=2"],
+    "awm": ["recipe=tiny_awm"],
+    "awm with old": ["recipe=tiny_awm", "model.policy_state_adapters=[default,old]", "actor.ppo_mini_batch_size=3"],
+    "awm that lags": ["recipe=tiny_awm", *LAG, "algorithm.old_policy={decay_rate: 0.5, decay_max: 0.5}"],
+}
+
+
+@pytest.fixture
+def policies(program, monkeypatch):
+    """Runs dpo-online; (rows, checksums of what drew each step's samples, and of the states that each step's loss read)."""
+
+    def start(*arguments, **options):
+        drew, read, now = {}, {}, []
+        drawing, training, use = Worker.generate, Worker.update_actor, PolicyStatesMixin.use_adapter
+
+        def checksum(worker, state):
+            return worker.trainer.save_weights(state, version=0).hash
+
+        def generate(worker, requests):
+            if requests[0].return_trajectory:  # not validation
+                drew[requests[0].uid.split("/")[0]] = checksum(worker, requests[0].adapter)
+            return drawing(worker, requests)
+
+        def update_actor(worker, slots, numbers, tensors, step):
+            now.append((worker, read.setdefault(f"step{step}", {})))
+            try:
+                return training(worker, slots, numbers, tensors, step)
+            finally:
+                now.clear()
+
+        def using(engine, state):
+            if now and state != "reference":
+                worker, states = now[0]
+                states[state] = checksum(worker, state)
+            return use(engine, state)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "generate", generate)
+            patch.setattr(Worker, "update_actor", update_actor)
+            patch.setattr(PolicyStatesMixin, "use_adapter", using)
+            code, rows, _ = program("dpo-online", *arguments, "trainer.staleness=1", **options)
+        assert code == 0
+        return rows, drew, read
+
+    return start
+
+
+@pytest.mark.parametrize("keys", COMPARING.values(), ids=COMPARING)
+def test_a_batch_is_compared_with_the_policy_that_drew_it_also_after_a_resume(policies, tmp_path, keys):
+    rows, drew, read = policies(*keys)
+    assert [row["rollout/staleness_mean"] for row in rows] == [0, 1, 1, 1]
+    lag = {"old"} if LAG[1] in keys else set()
+    compared = {step: {c for state, c in states.items() if state not in lag} for step, states in read.items()}
+    assert compared == {step: {checksum} for step, checksum in drew.items()}
+    assert all(lag <= states.keys() for states in read.values())
+    assert len(set(drew.values())) == (
+        2 if "algorithm.old_policy.update_every=2" in keys else 3
+    )  # the first two share one
+    rewound(tmp_path / "run", tmp_path / "killed", 2)
+    again, redrawn, reread = policies(*keys, "trainer.on_existing=resume", folder="killed", gated=False)
+    assert again == rows
+    assert redrawn == {"step3": drew["step3"]}
+    assert reread == {step: read[step] for step in ("step2", "step3")}
+
+
+def test_a_batch_that_is_drawn_again_is_compared_with_the_policy_of_the_second_time(policies, monkeypatch):
+    """One sample of the second step has no score the first time, so that all of that step is drawn again."""
+    score, lost = Events.score, [1]
+
+    async def once(events, sample):
+        result = await score(events, sample)
+        if sample.uid.startswith("step1") and lost:
+            lost.pop()
+            result.score, result.error = float("nan"), "late"
+        return result
+
+    monkeypatch.setattr(Events, "score", once)
+    rows, drew, read = policies(*NFT, "reward.policy=skip")
+    assert [row["rollout/refilled"] for row in rows] == [0, 2, 0, 0]
+    assert [row["rollout/staleness_max"] for row in rows] == [0, 0, 1, 1]
+    assert {step: set(states.values()) for step, states in read.items()} == {step: {c} for step, c in drew.items()}
+    assert len(set(drew.values())) == 3  # the third step's were drawn before the second update, as the second's anew
+
+
+def test_who_resumes_may_not_begin_to_draw_ahead_where_a_state_would_lack(program, tmp_path, capsys):
+    assert program("dpo-online", "trainer.total_steps=1", gated=False)[0] == 0
+    more = ["trainer.staleness=1", "trainer.allow_config_change=[trainer.staleness]", "trainer.on_existing=resume"]
+    assert run(PROGRAMS["dpo-online"], ["recipe=tiny_nft", *MICRO, f"trainer.run_dir={tmp_path / 'run'}", *more]) == 2
+    assert "trained with other tensors (trainer.staleness" in capsys.readouterr().err
 
 
 # ---- the correction of what an older policy drew -------------------------------------------------------------------------

@@ -110,6 +110,7 @@ FULL = {
     "rollout={backend: vllm_omni, fp8: true}": "the engine rounds its own when it starts",
     "model.transformer_subfolder=transformer rollout.num_replicas=2": "replicas want the weights of all",
     "actor.fsdp_config.ema_decay=0.9 trainer.val_weights=ema trainer.staleness=1 rollout.num_replicas=2": "after validation with",
+    "model.policy_state_adapters=[default,reference,drew]": "names 'drew', which trainer.staleness=1 keeps itself",
     "trainer.staleness=1 rollout.num_replicas=2": "would be sent weights that are half trained",
 }
 
@@ -127,7 +128,6 @@ def test_what_full_weights_cannot_do_is_refused(given, tmp_path):
 @pytest.mark.parametrize(
     ("app", "recipe", "words"),
     [
-        ("dpo-online", "tiny_nft", "nothing corrects for it"),
         ("flowgrpo", "tiny_flow_grpo", "rollout_correction.mode=decoupled"),
     ],
 )

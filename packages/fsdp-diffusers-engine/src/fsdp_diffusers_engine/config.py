@@ -15,6 +15,8 @@ from annotated_types import Interval, Len
 from diffusion_losses.config import DiffusionLossConfig
 
 MISSING: Any = "???"
+DREW = "drew"
+"""Policy state that drew the samples, where neither the trained one nor `old` is it."""
 
 Dtype = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
 Sharding = Literal["auto", "shard", "replicate"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import batch, losses, objective, sharding
-from .config import ForwardProcessConfig, Levels
+from .config import DREW, ForwardProcessConfig, Levels
 from .errors import EngineError, nearest
 from .objective import Objective, Policy
 
@@ -149,9 +149,12 @@ class ForwardProcess(Objective):
     ) -> dict[str, Tensor]:
         """Velocities of the old or lagging policy and the reference, as far as the loss reads them."""
         wanted = {"ref_velocity": self.config.reference_state} if config.needs_reference else {}
-        if config.lag_kl_coef > 0:  # then `old` lags behind, and the policy that sampled is the present one
+        states = policy.model_config.policy_state_adapters
+        if config.lag_kl_coef > 0:  # then `old` lags behind, and the policy that sampled is the present one, or DREW
             wanted = {"lag_velocity": "old", **wanted}
-        elif config.needs_old_velocity and "old" in policy.model_config.policy_state_adapters:
+        if config.needs_old_velocity and DREW in states:
+            wanted = {"old_velocity": DREW, **wanted}
+        elif config.needs_old_velocity and "old" in states and config.lag_kl_coef == 0:
             wanted = {"old_velocity": "old", **wanted}
         inputs, found = self.inputs(policy, micro_batch, step), dict[str, Tensor]()
         for state in dict.fromkeys(wanted.values()):

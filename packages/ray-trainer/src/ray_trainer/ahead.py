@@ -109,15 +109,19 @@ class Ahead:
         return await self.rollouts.draw(rows, self.config.rollout.n, step=step)
 
     async def _refilled(self, batch: TensorDict, step: int) -> TensorDict:
-        """The batch with those groups drawn again, once and by the present policy, that lack a score or are older than allowed."""
+        """The batch with those groups drawn again, once and by the present policy, that lack a score or are older than allowed; all
+        of it, where the loss compares with the one policy that drew it."""
         late = step - batch["policy_version"] > self.config.trainer.staleness
         lost = late | ~batch["rm_scores"][:, 0].isfinite()
         again = {uid for uid, out in zip(batch["uid"], lost.tolist(), strict=True) if out}
         if not again:
             return batch
+        again |= set(batch["uid"]) if self.config.keeps_drew else set()
         rows = [row for row in self._rows(step) if row[0] in again]
         self._again += len(rows)
         fresh = await (await self.rollouts.draw(rows, self.config.rollout.n, step=step)).scored()
+        if len(fresh) == len(batch):
+            return fresh
         renewed = torch.tensor([uid in again for uid in batch["uid"]])
         order = torch.cat([(~renewed).nonzero()[:, 0], renewed.nonzero()[:, 0]]).argsort()
         return TensorDict.cat([batch[~renewed], fresh.select(*batch.keys())])[order]

@@ -105,7 +105,7 @@ def measure(folder: Path, config: RunConfig, text: int) -> Needs:
         wrapped += sum(math.prod(linear[name]) for name in names)
     full, ema = model.lora_rank == 0, actor.fsdp_config.ema_decay > 0
     # Without an adapter to switch off, a reference is a copy too.
-    policies = {*model.policy_state_adapters, *(["ema"] if ema else [])}
+    policies = {*actor.model_config.policy_state_adapters, *(["ema"] if ema else [])}
     states = len(policies - ({"default"} if full else {"default", "reference"}))
     weights = base if full else adapters * _BYTES[model.lora_dtype]
     trained = weights * 3 if full else weights * (4 + states)

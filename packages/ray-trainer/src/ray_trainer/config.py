@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from annotated_types import Interval, Len
 from diffusion_losses.config import NotNegative
 from diffusion_losses.decay import old_policy_decay
-from fsdp_diffusers_engine.config import DiffusionModelConfig, FSDPDiffusionActorConfig
+from fsdp_diffusers_engine.config import DREW, DiffusionModelConfig, FSDPDiffusionActorConfig
 from omni_rollout.allowed import Count, CountOrZero, Seconds, Seed, fault, kinds
 from omni_rollout.config import DiffusionRolloutConfig
 from yaml import MappingNode, Node, ScalarNode
@@ -303,6 +303,17 @@ class RunConfig:
         return self.actor.diffusion_loss.needs_old_means and self.algorithm.old_log_probs == "rollout"
 
     @property
+    def keeps_drew(self) -> bool:
+        """Whether the policy that drew a batch is kept until the loss has compared with it: samples are drawn a step early."""
+        return self.trainer.staleness > 0 and self.actor.diffusion_loss.needs_old_velocity
+
+    @property
+    def drawing_state(self) -> str:
+        """Policy state that equals what draws next, where `keeps_drew`: `old`, or a copy of the trained one."""
+        own = "old" in self.model.policy_state_adapters and self.actor.diffusion_loss.lag_kl_coef == 0
+        return "old" if own else DRAWING
+
+    @property
     def goes_on(self) -> bool:
         """Whether the agent loop may ask for clean latents to go on from: one of several turns, or of somebody's own."""
         return self.rollout.agent.default_agent_loop != "diffusion_single_turn_agent"
@@ -336,6 +347,8 @@ class RunConfig:
         return tuple(dict.fromkeys(n for n in (self.val_adapter, self.rollout.rollout_adapter) if n != "reference"))
 
 
+DRAWING = "drawing"
+"""Policy state of the trained policy as it was at the last sync."""
 FILLED_IN = {"actor.model_config": "model", "rollout.architecture": "model.architecture"}
 """Fields that repeat another one, so that a package can be used alone."""
 
@@ -628,13 +641,15 @@ def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
     try:
         config = _build(RunConfig, tree)
         # One place for each fact: the packages' configs get it from here.
-        config.actor.model_config = _build(DiffusionModelConfig, tree["model"])
+        config.actor.model_config = model = _build(DiffusionModelConfig, tree["model"])
         config.rollout.architecture = config.model.architecture
     except (ValueError, TypeError) as error:
         if isinstance(error, TrainerError):
             raise
         raise TrainerError(f"the config does not fit: {' '.join(str(error).split())}") from error
     assert isinstance(config, RunConfig)
+    if config.keeps_drew:
+        model.policy_state_adapters = [*dict.fromkeys([*model.policy_state_adapters, config.drawing_state, DREW])]
     if "://" in config.trainer.run_dir:
         raise TrainerError(
             f"trainer.run_dir={config.trainer.run_dir!r} is an address, and a run is written into a folder of this machine; mount "

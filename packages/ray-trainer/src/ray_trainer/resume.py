@@ -157,7 +157,9 @@ def check_resume(config: RunConfig, prompts: Mapping[str, Sequence[Prompt]]) -> 
             )
     found = differences(config, prompts)
     folder = config.trainer.run_dir
-    never = [change for change in found if within(change.key, NEVER)]
+    # Drawing ahead keeps one policy state more where the loss compares with what drew.
+    kept = ("trainer.staleness",) if config.actor.diffusion_loss.needs_old_velocity else ()
+    never = [change for change in found if within(change.key, (*NEVER, *kept))]
     if never:
         raise TrainerError(
             f"run {folder!r} was trained with other tensors ({'; '.join(map(str, never))}), and its checkpoints fit no others; "

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from fsdp_diffusers_engine.config import DREW
 from omni_rollout.errors import RolloutConfigError
 from omni_rollout.loops import LOOPS, get_agent_loop
 from run_report.trackers import missing_trackers
 from sde_samplers.kinds import find_kind
 
-from .config import LORA, RolloutCorrectionConfig, RunConfig, updates_per_step
+from .config import DRAWING, LORA, RolloutCorrectionConfig, RunConfig, updates_per_step
 from .errors import TrainerError
 from .watchdog import RULES
 
@@ -55,6 +56,9 @@ def _policy_states(config: RunConfig) -> Iterator[str]:
     states, old = config.model.policy_state_adapters, config.algorithm.old_policy
     sampler, reference = config.rollout.rollout_adapter, config.actor.forward_process.reference_state
     loss, updates = config.actor.diffusion_loss, updates_per_step(config)
+    for name in (DREW, DRAWING):
+        if name in states:
+            yield f"model.policy_state_adapters={states} names {name!r}, which trainer.staleness=1 keeps itself; take another name"
     for key, name in (("rollout.rollout_adapter", sampler), ("actor.forward_process.reference_state", reference)):
         if name not in ("reference", *states):
             yield f"{key}={name!r} is no policy state of this run ({', '.join(states)}); add it to model.policy_state_adapters"

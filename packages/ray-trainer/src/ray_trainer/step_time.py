@@ -107,6 +107,7 @@ def phases(
         found.append(Phase("old log-probs", forward(rows, scored), f"{rows:g} rows forward"))
     others = int(loss.reference_key is not None)
     others += int(loss.needs_old_velocity and "old" in config.model.policy_state_adapters)
+    others += int(config.keeps_drew and config.drawing_state != "old")
     if others:
         found.append(
             Phase("reference", forward(others * rows * actor.ppo_epochs, scored), f"{others} more forward of each row")

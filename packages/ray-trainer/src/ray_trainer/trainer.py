@@ -323,6 +323,10 @@ class RayDiffusionTrainer(ABC):
         data, prepared = self._while_drawing(partial(self.prepare_update, batch, step))
         clock.lap("time/prepare")
         self._updated = step + 1
+        if (
+            self.config.keeps_drew and int(batch["policy_version"].min()) == step
+        ):  # a fresh batch: the first, or drawn again
+            self.workers.call(Worker.keep_drew)
         metrics |= prepared | self._while_drawing(partial(self.update_actor, data, step))
         metrics |= self.workers.call(Worker.refresh_old_policy, step)[0] | self.workers.call(Worker.take_forwards)[0]
         metrics["forwards/per_sample"] = forwards_per_sample(metrics, trained_share=len(data) / len(batch))

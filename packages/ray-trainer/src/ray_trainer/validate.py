@@ -65,11 +65,6 @@ def validate_config(config: RunConfig) -> list[str]:
             f"warning: trainer.staleness=1 with algorithm.old_log_probs={old} takes samples of the policy before for samples of "
             "the present one; set algorithm.rollout_correction.mode=decoupled, or algorithm.old_log_probs=rollout"
         )
-    if t.staleness and loss.needs_old_velocity:
-        notes.append(
-            f"warning: trainer.staleness=1 with loss_mode={loss.loss_mode} takes samples of the policy before as they are: nothing "
-            "corrects for it (docs/asynchronous.md)"
-        )
     if config.actor.optim.lr > LARGE_LR:
         notes.append(f"warning: actor.optim.lr={config.actor.optim.lr:g} is very large; recipes use 1e-5 to 2e-3")
     per_prompt, kind = config.rows_per_prompt, "given" if d.offline else "samples"

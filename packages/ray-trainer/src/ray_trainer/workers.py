@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from fsdp_diffusers_engine.config import DREW
 from omni_rollout.samples import Rows, parted
 from omni_rollout.types import GenerationRequest
 
@@ -319,13 +320,22 @@ class ActorRolloutRefWorker:
         return self.trainer.save_weights(adapter, version=version)
 
     def refresh_old_policy(self, step: int) -> dict[str, float]:
-        """Let the policy state `old` follow the trained one after training step `step`, as `algorithm.old_policy` says."""
+        """Let the policy state `old` follow the trained one after training step `step`, as `algorithm.old_policy` says. What drew
+        the next step's samples is kept before, where the loss will compare with it."""
         old = self.config.algorithm.old_policy
-        if "old" not in self.config.actor.model_config.policy_state_adapters or (step + 1) % old.update_every:
+        if self.config.keeps_drew:
+            self.keep_drew()
+            if self.config.drawing_state != "old":
+                self.engine.copy_adapter("default", self.config.drawing_state)
+        if "old" not in self.config.model.policy_state_adapters or (step + 1) % old.update_every:
             return {}
         decay = old.decay(self.engine.optimizer_steps)
         self.trainer.update_old_policy(decay)
         return {"actor/old_policy_decay": decay}
+
+    def keep_drew(self) -> None:
+        """Compare, from here on, with the policy that the sampler holds since the last sync."""
+        self.engine.copy_adapter(self.config.drawing_state, DREW)
 
     def save_checkpoint(self, path: str, step: int) -> None:
         """Everything that decides the next step, as the engine sees it."""
