@@ -92,6 +92,8 @@ def test_what_is_rejected_is_no_effective_sample():
     assert half["correction/effective_sample_share"] == 0.5
     none = rollout_correction(torch.full((2, 1), 5.0), torch.zeros(2, 1), reject=(0.5, 2.0)).metrics
     assert (none["correction/rejected"], none["correction/effective_sample_share"]) == (1, 0)
+    assert not [name for name in none if "/weight_" in name]  # there is none, and 1 would say that all is well
+    assert half["correction/weight_min"] == half["correction/weight_max"] == 1
 
 
 def test_weights_make_an_off_policy_mean_unbiased():

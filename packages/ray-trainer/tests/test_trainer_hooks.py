@@ -99,10 +99,10 @@ class Workers:
         return self.log_probs
 
 
-def settled(difference, run, clip=1e-3):
+def settled(difference, run, *more, clip=1e-3):
     """(methods that scored, floor that was logged, line) of a first and a second step with `old_log_probs=auto`."""
     made, said = trainer(grpo.RayFlowGRPOTrainer), []
-    changes = ["algorithm.old_log_probs=auto", f"actor.diffusion_loss.clip_ratio={clip}"]
+    changes = ["algorithm.old_log_probs=auto", f"actor.diffusion_loss.clip_ratio={clip}", *more]
     made.config = compose("flowgrpo", RECIPES / "tiny_flow_grpo.yaml", changes)
     made.workers, made.run, made._note = Workers(), SimpleNamespace(path=run), said.append
     made.workers.log_probs = torch.tensor([[[0.0, 0.0], [0.0, 0.0]], [[-0.5, -0.5], [-0.5, -0.5 + difference]]])
@@ -127,6 +127,14 @@ def test_auto_takes_the_rollouts_log_probs_when_they_are_within_a_tenth_of_the_c
     methods, floor, _ = settled(0.0, tmp_path)
     assert methods == [Worker.compute_log_prob] * 2
     assert floor is None
+
+
+def test_who_asked_for_a_correction_is_told_when_auto_leaves_nothing_to_correct(tmp_path):
+    decoupled, words = "algorithm.rollout_correction.mode=decoupled", "rollout_correction does nothing"
+    methods, _, (line,) = settled(6e-5, tmp_path, decoupled)
+    assert line.endswith(f"the rollout's own log-probs serve, so {words}")
+    assert methods == [Worker.measure_log_prob]
+    assert words not in settled(6e-5, tmp_path)[2][0]  # nobody asked for one
 
 
 def refusal(recipe, *changes):

@@ -52,9 +52,9 @@ def rollout_correction(
         mask: bool, elements that count at all.
 
     Metrics: correction/kl (mean of rollout - old), k3 (mean of e^d - 1 - d, never negative), chi2 (mean of e^2d,
-    minus 1), abs_delta_mean, abs_delta_max, abs_delta_step_<k> for every window step, weight_mean|min|max, truncated
-    and rejected (shares), effective_sample_share. Raises `LossError` for mismatching shapes, non-finite counted
-    log-probs, cap <= 0, an empty interval or an unknown name.
+    minus 1), abs_delta_mean, abs_delta_max, abs_delta_step_<k> for every window step, weight_mean|min|max (of what is
+    kept; absent where nothing is), truncated and rejected (shares), effective_sample_share. Raises `LossError` for
+    mismatching shapes, non-finite counted log-probs, cap <= 0, an empty interval or an unknown name.
     """
     check_name("mode", mode, MODES)
     check_name("level", level, LEVELS)
@@ -135,11 +135,9 @@ def _weight_metrics(weights: Tensor, ratio: Tensor, kept: Tensor, counted: Tenso
         "correction/truncated": truncated.float(),
         "correction/rejected": ((counted & ~kept).sum() / count).float(),
     }
-    if used.numel() == 0:
-        used = torch.ones(1, dtype=torch.float64, device=weights.device)
+    if used.numel() == 0:  # no weight to speak of
+        return metrics | {"correction/effective_sample_share": metric(0.0)}
     metrics["correction/weight_mean"] = used.mean().float()
     metrics["correction/weight_min"], metrics["correction/weight_max"] = used.min().float(), used.max().float()
-    left = weights[kept].double()
-    share = left.sum() ** 2 / (left.square().sum() * count) if left.numel() else torch.zeros_like(used[0])
-    metrics["correction/effective_sample_share"] = share.float()
+    metrics["correction/effective_sample_share"] = (used.sum() ** 2 / (used.square().sum() * count)).float()
     return metrics
