@@ -479,9 +479,11 @@ def trainer(size: Size, folder: Path, report: Report) -> None:
                 kept[:] = [backend.generate(requests(size, count, next(rounds)))]
 
         seconds, first = timed(draw, repeat)
-        before = dict(backend.health().seconds)
+        before, start = dict(backend.health().seconds), now()
         draw()
+        whole = now() - start
         phases = {f"{k}_s": v - before[k] for k, v in backend.health().seconds.items() if k != "sync"}
+        phases["others_s"] = whole - sum(phases.values())
         report(what, images_per_s=count / seconds, first_s=first, seconds=seconds, **phases, peak_gb=peak_gb())
         return kept[0]
 
@@ -645,13 +647,13 @@ def program_command(size: Size, folder: Path, work: Path, *keys: str) -> list[st
         f"data.val_file={work}/val.jsonl", "data.val_max_prompts=1", "rollout.val_kwargs.n=1",
         f"rollout.val_kwargs.pipeline.height={pixels}", f"rollout.val_kwargs.pipeline.width={pixels}",
         "rollout.val_kwargs.pipeline.num_inference_steps=2", "reward.name=jpeg_compressibility", "reward.num_workers=2",
-        "trainer.total_steps=3", "trainer.val_before_train=false", "trainer.val_every=0", "trainer.save_every=0",
+        "trainer.total_steps=4", "trainer.val_before_train=false", "trainer.val_every=0", "trainer.save_every=0",
         f"trainer.run_dir={work}/run", "trainer.on_existing=delete", "ray.object_store_mb=2048", *keys,
     ]  # fmt: skip
 
 
 def program(size: Size, folder: Path, report: Report, *keys: str) -> None:
-    """Three steps of `apps/flowgrpo`, told by its own metrics."""
+    """Four steps of `apps/flowgrpo`, told by its own metrics."""
     with tempfile.TemporaryDirectory() as made:
         work = Path(made)
         command = program_command(size, folder, work, *keys)

@@ -1,7 +1,10 @@
 """Sampling with the frozen weights in fp8: near the policy, measurably another, and gone afterwards."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+import torch._dynamo.testing
 from omni_rollout.diffusers_backend import DiffusersBackend
 from omni_rollout.errors import RolloutConfigError
 from omni_rollout.fp8 import Fp8Linear, fp8_weights, rounded
@@ -47,3 +50,26 @@ def test_which_layers_are_rounded(tiny):
 def test_a_module_without_such_layers_is_refused():
     with pytest.raises(RolloutConfigError, match=r"Linear has no layer for it"), fp8_weights(nn.Linear(16, 16)):
         pass
+
+
+def test_compiled_blocks_keep_a_graph_for_each_kind_of_weights(tiny):
+    """Sampling in fp8 and other passes take turns: each finds its own graph again, and none is compiled twice."""
+    transformer = DiffusersBackend.from_pretrained(tiny, dtype=torch.bfloat16).transformer
+    block = next(m for m in transformer.modules() if type(m).__name__ in transformer._repeated_blocks)
+    linear = next(name for name, m in block.named_modules() if name.endswith("to_q") and type(m) is nn.Linear)
+    layer = block.get_submodule(linear)
+    x = torch.randn(2, 8, layer.in_features, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
+    compiled = torch._dynamo.testing.CompileCounter()
+    call = torch.compile(lambda x: layer(x), backend=compiled)
+
+    @torch.no_grad()
+    def drawn(low: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        with fp8_weights(transformer) if low else nullcontext():
+            return call(x), layer(x)
+
+    for turn in range(3):
+        low, own = drawn(True), drawn(False)
+        torch.testing.assert_close(*low)
+        torch.testing.assert_close(*own)
+        assert not torch.equal(low[1], own[1])
+        assert compiled.frame_count == 2, turn
