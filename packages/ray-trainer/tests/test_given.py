@@ -124,6 +124,10 @@ def test_bad_lines_are_counted(tmp_path):
             "it goes with pair_mode=best_worst and pair_margin=0",
         ),
         (["trainer.staleness=1"], "nothing is drawn"),
+        (
+            ["data.train_file=builtin:tiny_shapes_train"],
+            "give data.train_file=FILE, each line with prompt, chosen and rejected",
+        ),
         (["rollout.n=8"], "rollout.n=8 with data.offline=true: nothing is drawn .*; set rollout.n=1"),
         (["rollout.rollout_adapter=reference"], "set rollout.rollout_adapter=default"),
         (["algorithm.pair_margin=0.1"], "set algorithm.pair_margin=0.0"),

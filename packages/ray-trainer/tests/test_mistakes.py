@@ -48,6 +48,8 @@ MISTAKES = [
     ("--foo", "'--foo' is not understood", "give key=value"),
     ("=3", "'=3' is not understood", "give key=value"),
     ("recipe=nope", "no recipe 'nope'", "known are"),
+    ("recipe=Tiny-GRPO-Gard", "no recipe 'Tiny-GRPO-Gard'", "did you mean 'tiny_grpo_guard'"),
+    ("reward.name=OCR", "no reward is named 'OCR'", "Did you mean 'ocr'"),
     ("recipe=FOLDER/none.yaml", "none.yaml'", "give the path of a .yaml file"),
     ("recipe=FOLDER/list.yaml", "list.yaml' is not a mapping", "--help"),
     ("recipe=FOLDER/wrong.yaml", "'actor.lr' in recipe wrong.yaml", "did you mean 'actor.optim.lr'"),
@@ -107,6 +109,7 @@ MISTAKES = [
     ("data.train_file=FOLDER/bad.jsonl", "bad.jsonl, line 2 is not JSON", "column 11"),
     ("data.train_file=FOLDER/latin.txt", "latin.txt, line 1, byte 3", "save the file as UTF-8"),
     ("data.train_file=FOLDER/one.jsonl", "one.jsonl' holds one text", "give data.val_file=FILE"),
+    ("data.train_file=FOLDER/one.jsonl", "needs 6 prompts or more", "and data.prompts_per_step=1"),
     ("data.train_file=FOLDER/two.jsonl", "prompts_per_step=6", "between 1 and 1, as many prompts"),
     ("data.train_file=FOLDER/nothing", "nothing' holds no prompt file", ".jsonl"),
     (

@@ -319,11 +319,28 @@ def test_a_checkpoint_that_fails_as_well_comes_second(program, capsys):
 
 
 def test_a_failure_outside_the_steps_keeps_its_traceback(program, capsys):
-    code, _ = program(Fakes("report", Broken("the reason")))
+    code, folder = program(Fakes("report", Broken("the reason")))
     said = capsys.readouterr().err
     assert code == 1
-    assert said.startswith("Traceback")
+    assert "Traceback" not in said
     assert "failed: report: Broken: the reason\ntraining itself is done" in said
+    file = folder / "failures" / "error.txt"
+    assert said.endswith(f"its traceback is in {file}\n")
+    assert file.read_text().startswith("Traceback")
+    assert "Broken: the reason" in file.read_text()
+
+
+def test_what_nobody_foresaw_is_one_line_and_its_traceback_needs_debug(monkeypatch, capsys):
+    from ray_trainer import cli
+
+    def broken(*_):
+        raise KeyError("surprise")
+
+    monkeypatch.setattr(cli, "validate_config", broken)
+    assert cli.run(FLOWGRPO, ["--dry-run"]) == 1
+    assert capsys.readouterr().err == "flowgrpo: failed: KeyError: 'surprise'; --debug prints its traceback\n"
+    assert cli.run(FLOWGRPO, ["--dry-run", "--debug"]) == 1
+    assert capsys.readouterr().err.startswith("Traceback")
 
 
 def test_what_a_worker_refuses_at_the_start_is_input_that_cannot_be_used(program, capsys):

@@ -74,8 +74,9 @@ def check_counts(**counts: int) -> None:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """ " Did you mean 'this'?" for a slip of the pen, or ""."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    names = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), list(names), n=1)
+    return f" Did you mean {names[near[0]]!r}?" if near else ""
 
 
 def missing_extra(package: str, extra: str, reward: str) -> MissingExtraError:

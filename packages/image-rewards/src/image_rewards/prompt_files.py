@@ -9,8 +9,10 @@ import codecs
 import contextlib
 import csv
 import difflib
+import hashlib
 import io
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,6 +100,28 @@ def read_prompts(paths: str | Path | Sequence[str | Path]) -> list[PromptRow]:
             the line and what is wrong.
     """
     return [row for file in prompt_files(paths) for row in _read(file)]
+
+
+HELD_OUT_SHARE = 0.1
+"""Of the texts, what validates when a training file comes without a validation file."""
+
+
+def held_out(texts: Iterable[str], share: float = HELD_OUT_SHARE, most: int | None = None) -> set[str]:
+    """The texts that validate: those with the smallest SHA-256, so the same ones whatever their order.
+
+    Args:
+        texts: of all prompts; equal ones count once and are wholly on one side.
+        share: of the different texts, rounded down, but at least one text.
+        most: no more than this many.
+
+    Raises:
+        PromptFileError: fewer than two different texts, or a share that leaves none to train on.
+    """
+    _must(0 < share < 1, f"a share of {share:g} leaves nothing on one side; give more than 0 and less than 1")
+    order = sorted(set(texts), key=lambda text: hashlib.sha256(text.encode()).digest())
+    _must(len(order) > 1, "holds one text, so none can be held out")
+    count = max(math.floor(round(len(order) * share, 9)), 1)
+    return set(order[: count if most is None else min(count, most)])
 
 
 def _read(file: Path) -> list[PromptRow]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,10 @@ def parse(app: App, argv: list[str]) -> tuple[RunConfig | None, bool]:
     recipe = next((a.split("=", 1)[1] for a in reversed(pairs) if a.startswith("recipe=")), app.default)
     file = Path(expand(recipe)) if recipe.endswith((".yaml", ".yml")) else app.recipes / f"{recipe}.yaml"
     if not file.is_file():
-        known = ", ".join(sorted(p.stem for p in app.recipes.glob("*.yaml")))
-        raise TrainerError(f"there is no recipe {recipe!r}; known are {known}, or give the path of a .yaml file")
+        known = sorted(p.stem for p in app.recipes.glob("*.yaml"))
+        near = difflib.get_close_matches(recipe.lower().replace("-", "_"), known, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise TrainerError(
+            f"there is no recipe {recipe!r}; {hint}known are {', '.join(known)}, or give the path of a .yaml file"
+        )
     return compose(app.name, file, [a for a in pairs if not a.startswith("recipe=")]), dry_run

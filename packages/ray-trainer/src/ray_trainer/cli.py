@@ -136,3 +136,11 @@ def _run(app: App, argv: list[str]) -> int:
             traceback.print_exception(failure, file=sys.stderr)
         print(f"{app.name}: failed: {failure}", file=sys.stderr)
         return 1
+    except Exception as error:  # nobody foresaw it
+        from .failure import words
+
+        if debug:
+            traceback.print_exception(error, file=sys.stderr)
+        hint = "" if debug else "; --debug prints its traceback"
+        print(f"{app.name}: failed: {words(error)}{hint}", file=sys.stderr)
+        return 1

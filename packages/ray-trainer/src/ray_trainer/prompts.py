@@ -5,7 +5,6 @@ Which prompts a step sees depends on nothing but the seed and the step's number,
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -76,45 +75,43 @@ def load_prompts(location: str | list[str]) -> list[Prompt]:
     ]
 
 
-HELD_OUT_SHARE = 10
-"""One text in this many validates when a training file comes without a validation file."""
-
-
 def load_prompt_sets(data: DataConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """Training prompts, and all held-out ones: of `data.val_file`, or, where it is empty, a tenth of the training file's texts:
-    those with the smallest SHA-256, no more than `data.val_max_prompts`. A text that occurs twice is wholly on one side.
+    """Training prompts, and all held-out ones: of `data.val_file`, or, where it is empty, a tenth of the training file's texts
+    (`image_rewards.prompt_files.held_out`), no more than `data.val_max_prompts`.
     Of several sources the held-out ones come by turns, as far as each has some.
 
     Raises:
         TrainerError: a file cannot be used, or there is nothing to divide.
     """
     if not data.sources:
-        return _prompt_sets("data", data, data.val_max_prompts)
+        return _prompt_sets("data", data, data)
     train: list[Prompt] = []
     held_out: list[list[Prompt]] = []
     for name, source in data.sources.items():
         # The name begins with a letter and a source's own uids with "line" or "file", so that no two prompts share one.
         both = [
             [replace(p, uid=f"{name}-{p.uid}", source=name) for p in prompts]
-            for prompts in _prompt_sets(f"data.sources.{name}", source, data.val_max_prompts)
+            for prompts in _prompt_sets(f"data.sources.{name}", source, data)
         ]
         train += both[0]
         held_out.append(both[1])
     return train, [p for turn in zip_longest(*held_out) for p in turn if p is not None]
 
 
-def _prompt_sets(key: str, files: DataConfig | PromptSource, most: int) -> tuple[list[Prompt], list[Prompt]]:
+def _prompt_sets(key: str, files: DataConfig | PromptSource, data: DataConfig) -> tuple[list[Prompt], list[Prompt]]:
     """Training and held-out prompts of one source."""
+    from image_rewards.prompt_files import held_out
+
     prompts = load_prompts(files.train_file)
     if files.val_file:
         return prompts, load_prompts(files.val_file)
-    texts = sorted({p.text for p in prompts}, key=lambda text: hashlib.sha256(text.encode()).digest())
-    if len(texts) < 2:
+    if len({p.text for p in prompts}) < 2:
         raise TrainerError(
-            f"{key}.train_file={files.train_file!r} holds one text, so none can be held out; give {key}.val_file=FILE (it may be "
-            "the same file)"
+            f"{key}.train_file={files.train_file!r} holds one text, so none can be held out: a run needs {data.prompts_per_step} "
+            f"prompts or more to train on (data.prompts_per_step) and others to validate with; add lines, or give {key}.val_file=FILE "
+            f"(it may be the same file) and data.prompts_per_step={min(len(prompts), data.prompts_per_step)}"
         )
-    chosen = set(texts[: min(max(len(texts) // HELD_OUT_SHARE, 1), most)])
+    chosen = held_out((p.text for p in prompts), most=data.val_max_prompts)
     return [p for p in prompts if p.text not in chosen], [p for p in prompts if p.text in chosen]
 
 

@@ -309,6 +309,10 @@ def _given(config: RunConfig) -> Iterator[str]:
     for key, value, nothing in _of_drawing(config) if config.data.offline else ():
         if value != nothing:
             yield f"{key}={value} with data.offline=true: nothing is drawn or compared by reward in training; set {key}={nothing}"
+    files = config.data.train_file
+    if config.data.offline and not config.data.sources and isinstance(files, str) and files.startswith("builtin:"):
+        fields = "prompt, chosen and rejected" if loss.spec.paired else "prompt and image"
+        yield f"data.offline=true trains on pictures of yours: give data.train_file=FILE, each line with {fields} (paths of pictures)"
     if config.data.offline and config.trainer.staleness:
         yield f"data.offline=true with trainer.staleness={config.trainer.staleness}: nothing is drawn; leave it at 0"
     if config.data.offline and not config.shares_weights:

@@ -4,7 +4,7 @@ config.yaml      resolved config          metrics.jsonl   one row per step
 samples/         pictures of each validation               report.html     the whole run on one page
 checkpoints/     step_000040/ …           lora/           what diffusers' load_lora_weights loads; lora_ema/ its average
 transformer/     in place of lora/ where all weights were trained (and transformer_ema/)
-failures/        the state of a step that failed            inputs.json     hashes of its prompts
+failures/        a step that failed, or error.txt            inputs.json     hashes of its prompts
 trackers/        what tensorboard, wandb and mlflow keep
 changes.jsonl    what a resumed run does otherwise           watchdog.jsonl  alarms; environment.json
 """
@@ -29,7 +29,7 @@ _OURS = re.compile(
     r"|lora(_ema)?/(transformer_2/)?\.?pytorch_lora_weights\.safetensors(\.\d+\.tmp)?"
     r"|transformer(_ema)?/(transformer_2/|transformer/)?[\w.-]+\.(safetensors|json)"
     r"|trackers/(id|tensorboard/events\.out\.tfevents\.[\w.-]+|(wandb|mlruns)/.+)"
-    r"|failures/step_\d+/[\w.-]+\.(txt|json|safetensors)"
+    r"|failures/(error\.txt|step_\d+/[\w.-]+\.(txt|json|safetensors))"
 )
 """Every file that a run writes, by its path inside the folder: what `delete` may remove."""
 

@@ -289,10 +289,9 @@ class RayDiffusionTrainer(ABC):
         if full:
             message += f"; {full}"
         if step is None:
-            traceback.print_exception(error, file=sys.stderr)
             if phase == "report":
                 message += "\ntraining itself is done, and its last checkpoint is whole"
-            return TrainingFailed(message)
+            return TrainingFailed(f"{message}\n{self._traceback(error)}")
         where, lost = record_failure(
             self.run.failures, step, error, self._batch, self._prompts, rows=self.workers.write_rows
         )
@@ -307,6 +306,19 @@ class RayDiffusionTrainer(ABC):
         if (self.run.checkpoints / "latest.json").exists():
             notes.append(f"go on with trainer.run_dir={self.run.path} trainer.on_existing=resume")
         return TrainingFailed("\n".join([message, *notes]))
+
+    def _traceback(self, error: Exception) -> str:
+        """Where the traceback of a failure outside the steps is: in the run folder where there is one, else shown by --debug."""
+        if not hasattr(self, "run"):
+            return "--debug prints its traceback"
+        try:
+            self.run.failures.mkdir(exist_ok=True)
+            file = self.run.failures / "error.txt"
+            text = "".join(traceback.format_exception(error))
+            file.write_text(text, encoding="utf-8", errors="backslashreplace")
+            return f"its traceback is in {file}"
+        except OSError as second:  # such as a full disk, perhaps the failure itself
+            return f"--debug prints its traceback, which could not be written: {second}"
 
     _updated = 0
     """Steps whose update the workers' weights contain: after a failed step they may be saved only if it had not begun."""
