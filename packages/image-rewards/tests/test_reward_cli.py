@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from image_rewards import RewardConfigError, RewardResult, RewardSample
 from image_rewards.cli import main, options_of, parser
+from image_rewards.prompt_files import held_out, read_prompts
 from image_rewards.sheet import by_score, contact_sheet
 from image_rewards.wire import encode_png
 from PIL import Image
@@ -177,7 +179,14 @@ def test_the_commands_and_options_are_these():
         "score": sorted([*common, "--html", "--out", "--root", "--top", "path"]),
         "check": sorted([*common, "paths"]),
         "serve": sorted([*common, "--host", "--max-body-mb", "--max-queue", "--port", "--threads", "--timeout-s"]),
+        "try": sorted(["--help", "-h", "--option", "--rewards", "--video", "--html", "--root", "--top", "path"]),
+        "prompts": ["--help", "-h", "part"],
         "list": ["--help", "-h"],
+    }
+    parts = next(a for a in commands["prompts"]._actions if a.dest == "part").choices
+    assert {n: sorted(s for a in sub._actions for s in a.option_strings or [a.dest]) for n, sub in parts.items()} == {
+        "check": sorted(["--help", "-h", "--option", "--rewards", "paths"]),
+        "split": sorted(["--help", "-h", "--out", "--share", "path"]),
     }
 
 
@@ -194,3 +203,110 @@ def test_sheet_survives_anything():
     assert "<i>" not in page
     assert page.count("<img") == 2
     assert by_score(results) == [2, 1, 0]
+
+
+def test_several_rewards_side_by_side_in_a_table_and_on_a_page(folder, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    rewards = ["--rewards", "shapes", "jpeg_compressibility", "--option", "jpeg_compressibility.quality=50"]
+    assert main(["try", str(folder), *rewards, "--html", str(page)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].split() == ["picture", "shapes", "jpeg_compressibility"]
+    assert len(said) == 1 + 8 + 1
+    assert said[1].split()[:2] == ["1.png", "1"]  # best of the first reward on top
+    text = page.read_text()
+    assert text.count("<figure") == text.count("data:image/png") == 8
+    assert text.count("<tr ") == 16
+    assert "http" not in text  # nothing is loaded from elsewhere
+    assert "&lt;b&gt;scene &amp; 1" in text
+    assert sorted(re.findall(r'data-places="(\d) ', text)) == sorted("01234567")
+    # The numbers are those of `score`.
+    out = tmp_path / "one.jsonl"
+    one = ["--reward", "jpeg_compressibility", "--option", "quality=50"]
+    assert main(["score", *one, str(folder), "--out", str(out)]) == 0
+    alone = {row["image"]: row["score"] for row in map(json.loads, out.read_text().splitlines())}
+    assert {line.split()[0]: line.split()[2] for line in said[1:9]} == {n: f"{v:.4g}" for n, v in alone.items()}
+
+
+def test_a_picture_that_one_reward_cannot_score_keeps_its_other_scores(folder, tmp_path, capsys):
+    (folder / "0.json").write_text('{"prompt": "a cat"}')
+    (folder / "cut.png").write_bytes((folder / "1.png").read_bytes()[:40])
+    page = tmp_path / "page.html"
+    command = ["try", str(folder), "--rewards", "shapes", "jpeg_compressibility", "--html", str(page), "--top", "0"]
+    assert main(command) == 1
+    said = capsys.readouterr()
+    rows = {line.split()[0]: line.split()[1:] for line in said.out.splitlines()}
+    assert rows["0.png"][0] == "-" != rows["0.png"][1]
+    assert rows["cut.png"] == ["-", "-"]
+    assert "0.png, shapes: RewardTargetError" in said.err
+    assert "3 of 18 have no score" in said.err
+    assert page.read_text().count("no score</td>") == 3
+    for wrong, words in (
+        (["--rewards", "shapes", "shapes"], "names one twice"),
+        (["--rewards", "shape"], "Did you mean 'shapes'"),
+        (["--rewards", "shapes", "--option", "ocr.x=1"], "REWARD.KEY=VALUE with one of shapes"),
+    ):
+        assert main(["try", str(folder), *wrong]) == 2
+        assert words in capsys.readouterr().err
+
+
+GOOD = {"prompt": "one red circle on a white background"}
+
+
+def test_prompt_files_are_looked_at_as_a_whole(tmp_path, capsys):
+    lines = [json.dumps(GOOD), '{"prompt": ', '{"prompt": ""}', json.dumps({"prompt": "a cat", "metadata": {"k": 1}})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.txt").write_text(f"{GOOD['prompt']}\n")
+    files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]
+    assert main(["prompts", "check", *files, "--rewards", "shapes", "jpeg_compressibility"]) == 1
+    said = capsys.readouterr().out
+    for part in (
+        f"{files[0]}: 2 prompts, 2 different texts of 5 to 36 letters",
+        "  metadata: k in 1",
+        f"  line 1: {GOOD['prompt']!r}",
+        "  line 4: 'a cat' {\"k\": 1}",
+        f"  {GOOD['prompt']!r}: {files[0]}, line 1; {files[1]}, line 1",
+        "shapes: 2 of 3 prompts have what it needs",
+        f"  {files[0]}, line 1: ShapesTarget(count=1",
+        "jpeg_compressibility: 3 of 3",
+        f"problem: {files[0]}, line 2 is not JSON",
+        f"problem: {files[0]}, line 3 needs a non-empty text",
+        f"problem: {files[0]}, line 4: shapes: no 'count'",
+        "3 problems",
+    ):
+        assert part in said
+    (tmp_path / "good.jsonl").write_text(json.dumps(GOOD))
+    assert main(["prompts", "check", str(tmp_path / "good.jsonl"), "--rewards", "shapes"]) == 0
+    assert "no text stands twice" in capsys.readouterr().out
+    (tmp_path / "empty.txt").write_text("\n")
+    assert main(["prompts", "check", str(tmp_path / "empty.txt")]) == 1
+    assert "problem: prompt file" in capsys.readouterr().out
+    assert main(["prompts", "check", str(tmp_path / "none.txt")]) == 2
+
+
+def test_a_prompt_file_is_divided_as_a_trainer_divides_it(tmp_path, capsys):
+    file = tmp_path / "mine.csv"
+    file.write_text("prompt,count\n" + "".join(f"thing {i % 30},{i}\n" for i in range(40)))
+    assert main(["prompts", "split", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines()[2] == (
+        f"data.train_file={tmp_path}/mine_train.jsonl data.val_file={tmp_path}/mine_held_out.jsonl"
+    )
+    train, apart = (read_prompts(tmp_path / f"mine_{part}.jsonl") for part in ("train", "held_out"))
+    texts = {row.prompt for row in read_prompts(file)}
+    assert {row.prompt for row in apart} == held_out(texts)
+    assert len(held_out(texts)) == 3
+    assert {row.prompt for row in train} == texts - held_out(texts)
+    both = sorted((row.prompt, row.metadata["count"]) for row in [*train, *apart])
+    assert both == sorted((f"thing {i % 30}", i) for i in range(40))
+    assert main(["prompts", "split", str(file)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert main(["prompts", "split", str(file), "--share", "0.5", "--out", str(tmp_path / "half")]) == 0
+    assert len({row.prompt for row in read_prompts(tmp_path / "half" / "mine_held_out.jsonl")}) == 15
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps({"prompt": str(i), "chosen": "a", "rejected": "b"}) + "\n" for i in range(2)))
+    assert main(["prompts", "split", str(pairs), "--out", str(tmp_path / "half")]) == 2
+    assert "names files by paths in" in capsys.readouterr().err
+    (tmp_path / "one.txt").write_text("one\none\n")
+    assert main(["prompts", "split", str(tmp_path / "one.txt")]) == 2
+    assert "one.txt: holds one text, so none can be held out" in capsys.readouterr().err
+    assert main(["prompts", "split", str(pairs), "--share", "1.5"]) == 2
+    assert "more than 0 and less than 1" in capsys.readouterr().err

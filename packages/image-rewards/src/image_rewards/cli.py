@@ -2,6 +2,9 @@
 
     python -m image_rewards score --reward ocr PICTURES     a folder, or JSON lines {"image", "prompt", "metadata"}
     python -m image_rewards check --reward ocr PROMPTS      every target of a prompt file, before training
+    python -m image_rewards try PICTURES --rewards a b      several rewards side by side, in a table and on a page
+    python -m image_rewards prompts check PROMPTS           counts, first lines, repeated texts, every broken line
+    python -m image_rewards prompts split PROMPTS           what to train on and what to validate with, as two files
     python -m image_rewards serve --reward ocr --port 8100  the scorer service
     python -m image_rewards list                            every reward that can be loaded
 
@@ -15,16 +18,18 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .base import Reward, RewardResult
+from .base import Reward, RewardResult, RewardSample
 from .batching import Limits
-from .errors import RewardConfigError, RewardError, RewardTargetError
-from .folders import read_samples
-from .prompt_files import read_prompts
+from .errors import RewardConfigError, RewardError, RewardTargetError, require
+from .folders import NO_PICTURE, read_samples
+from .prompt_commands import check_lines, split
+from .prompt_files import HELD_OUT_SHARE, read_prompts
 from .registry import available, load
-from .sheet import by_score, contact_sheet
+from .sheet import by_score, contact_sheet, side_by_side, thumbnail
 from .targets import check_prompts
 
 TOKEN_ENV = "IMAGE_REWARDS_TOKEN"
@@ -54,6 +59,31 @@ def parser() -> argparse.ArgumentParser:
     score.add_argument("--top", type=int, default=20, help="rows of the table (0 = all)")
     check = command("check", "Print and check every target of prompt files.")
     check.add_argument("paths", type=Path, nargs="+", metavar="FILE_OR_FOLDER")
+    several = commands.add_parser("try", help="Score pictures with several rewards, side by side.")
+    several.add_argument("path", type=Path, help="a folder, a picture, or JSON lines, as for score")
+    several.add_argument("--rewards", nargs="+", required=True, metavar="REWARD", help="names, or module:Class")
+    several.add_argument(
+        "--option", action="append", default=[], metavar="REWARD.KEY=VALUE", help="option of one of them"
+    )
+    several.add_argument("--video", default=None, help="how frames are combined: mean, min, max, median, first, last")
+    several.add_argument("--html", type=Path, default=Path("rewards.html"), help="the page (default rewards.html)")
+    several.add_argument("--root", type=Path, default=None, help="folder that JSON lines' pictures must be in")
+    several.add_argument("--top", type=int, default=20, help="rows of the table (0 = all)")
+    prompts = commands.add_parser("prompts", help="Check or divide prompt files.").add_subparsers(
+        dest="part", required=True
+    )
+    look = prompts.add_parser(
+        "check", help="Counts, first lines, repeated texts, what rewards need, every broken line."
+    )
+    look.add_argument("paths", type=Path, nargs="+", metavar="FILE_OR_FOLDER")
+    look.add_argument("--rewards", nargs="+", default=[], metavar="REWARD", help="whose targets are looked for")
+    look.add_argument("--option", action="append", default=[], metavar="REWARD.KEY=VALUE", help="option of one of them")
+    divide = prompts.add_parser("split", help="Hold texts out, the same ones as a trainer without data.val_file.")
+    divide.add_argument("path", type=Path, metavar="FILE")
+    divide.add_argument(
+        "--share", type=float, default=HELD_OUT_SHARE, help="of the texts that is held out (default 0.1)"
+    )
+    divide.add_argument("--out", type=Path, default=None, metavar="FOLDER", help="default: the file's own folder")
     serve = command("serve", f"Serve a reward over HTTP. The bearer token is read from {TOKEN_ENV}.")
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=int, default=8100)
@@ -77,6 +107,20 @@ def options_of(pairs: Sequence[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             options[key] = value
     return options
+
+
+def rewards_of(names: Sequence[str], pairs: Sequence[str], video: str | None) -> dict[str, Reward]:
+    """Rewards by name, each with its own options."""
+    options: dict[str, list[str]] = {name: [] for name in names}
+    require(len(options) == len(names), "--rewards names one twice.")
+    for pair in pairs:
+        owner = next((name for name in names if pair.startswith(f"{name}.")), None)
+        if owner is None:
+            raise RewardConfigError(
+                f"--option {pair!r} is not of the form REWARD.KEY=VALUE with one of {', '.join(names)}."
+            )
+        options[owner].append(pair.removeprefix(f"{owner}."))
+    return {name: load(name, video=video, **options_of(given)) for name, given in options.items()}
 
 
 def table(names: Sequence[str], results: Sequence[RewardResult], limit: int) -> str:
@@ -124,6 +168,52 @@ def run_score(reward: Reward, arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def run_try(rewards: dict[str, Reward], arguments: argparse.Namespace) -> int:
+    """`try`: a table of all rewards, the best of the first one on top, and the page."""
+    samples: list[RewardSample] = []
+    pictures: list[str] = []
+    results: dict[str, list[RewardResult]] = {name: [] for name in rewards}
+    for batch in read_samples(arguments.path, arguments.root, max(reward.batch_size for reward in rewards.values())):
+        for name, reward in rewards.items():
+            scored = iter(reward.score([item.sample for item in batch if item.error is None]))
+            results[name] += [RewardResult.failed(one.error) if one.error else next(scored) for one in batch]
+        pictures += [thumbnail(item.sample.image) for item in batch]
+        samples += [replace(item.sample, image=NO_PICTURE, uid=item.name) for item in batch]  # a camera roll is large
+    order = by_score(results[arguments.rewards[0]])
+    shown = order[: arguments.top] if arguments.top > 0 else order
+    width = max([len(samples[i].uid) for i in shown] + [7])
+    print(f"{'picture':<{width}}  " + "  ".join(f"{name:>10}" for name in rewards))
+    for i in shown:
+        cells = (f"{r[i].score:.4g}" if r[i].ok else "-" for r in results.values())
+        row = "  ".join(f"{cell:>{max(len(name), 10)}}" for name, cell in zip(rewards, cells, strict=True))
+        print(f"{samples[i].uid:<{width}}  {row}")
+    if len(shown) < len(order):
+        print(f"... {len(order) - len(shown)} more")
+    page = side_by_side(samples, results, f"{', '.join(rewards)}: {arguments.path}", pictures)
+    arguments.html.write_text(page, encoding="utf-8")
+    print(f"side by side: {arguments.html}")
+    failed = [(name, i) for name, found in results.items() for i, one in enumerate(found) if not one.ok]
+    for name, i in failed[:5]:
+        print(f"{samples[i].uid}, {name}: {(results[name][i].error or '').splitlines()[0]}", file=sys.stderr)
+    if failed:
+        print(f"{len(failed)} of {len(samples) * len(rewards)} have no score.", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def run_prompts(arguments: argparse.Namespace) -> int:
+    """`prompts check` and `prompts split`."""
+    if arguments.part == "check":
+        rewards = rewards_of(arguments.rewards, arguments.option, None)
+        said, problems = check_lines(arguments.paths, list(rewards.values()))
+        print("\n".join([*said, f"{problems} problems" if problems else "no problem"]))
+        return 1 if problems else 0
+    train, trained, apart, validated = split(arguments.path, arguments.share, arguments.out)
+    print(f"{train}: {trained} prompts to train on")
+    print(f"{apart}: {validated} prompts to validate with")
+    print(f"data.train_file={train} data.val_file={apart}")
+    return 0
+
+
 def run_check(reward: Reward, paths: Sequence[Path]) -> int:
     """`check`: a line for each prompt with what the reward will look for."""
     rows = read_prompts(paths)
@@ -143,6 +233,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, target in sorted(available().items()):
                 print(f"{name:<24} {target}")
             return 0
+        if arguments.command == "prompts":
+            return run_prompts(arguments)
+        if arguments.command == "try":
+            return run_try(rewards_of(arguments.rewards, arguments.option, arguments.video), arguments)
         reward = load(arguments.reward, video=arguments.video, **options_of(arguments.option))
         if arguments.command == "score":
             return run_score(reward, arguments)

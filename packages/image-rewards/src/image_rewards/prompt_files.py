@@ -131,6 +131,23 @@ def _read(file: Path) -> list[PromptRow]:
     return rows
 
 
+def rows_and_problems(file: Path) -> tuple[list[PromptRow], list[str]]:
+    """The prompts of a file that can be read, and what is wrong with every other line."""
+    rows, wrong = list[PromptRow](), list[str]()
+    try:
+        unit, found = _entries(file)
+        for number, value in found:
+            try:
+                rows.append(_row(file, unit, number, value))
+            except PromptFileError as error:
+                wrong.append(str(error))
+    except PromptFileError as error:  # nothing after it can be read
+        wrong.append(str(error))
+    if not rows and not wrong:
+        wrong.append(f"prompt file {str(file)!r} holds no prompt; write one a line")
+    return rows, wrong
+
+
 def _entries(file: Path) -> tuple[str, Iterable[tuple[int, Any]]]:
     """What an entry is called ("line", "row", "entry"), and each with its number."""
     kind = file.suffix.lower()
@@ -223,15 +240,17 @@ def _fault(text: str) -> str:
 
 
 def _lines(file: Path, text: str) -> Iterator[tuple[int, Any]]:
+    """Each line's value, or the error that says why it has none."""
     for number, line in _plain(text):
+        value: Any
         try:
-            yield number, json.loads(line)
+            value = json.loads(line)
         except json.JSONDecodeError as error:
-            raise PromptFileError(
-                f"{file}, line {number} is not JSON ({error.msg} at column {error.colno}): {line[:80]!r}"
-            ) from error
+            said = f"{file}, line {number} is not JSON ({error.msg} at column {error.colno}): {line[:80]!r}"
+            value = PromptFileError(said)
         except (ValueError, RecursionError) as error:
-            raise PromptFileError(f"{file}, line {number} cannot be read: {error}") from error
+            value = PromptFileError(f"{file}, line {number} cannot be read: {error}")
+        yield number, value
 
 
 def _table(file: Path, text: str, kind: str) -> Iterator[tuple[int, Any]]:
@@ -310,6 +329,8 @@ def _dataset(folder: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _row(file: Path, unit: str, number: int, value: Any) -> PromptRow:
+    if isinstance(value, PromptFileError):
+        raise value
     where = f"{file}, {unit} {number}"
     given = {"prompt": value} if isinstance(value, str) else value
     given = without_nulls(given) if isinstance(given, Mapping) else {}
