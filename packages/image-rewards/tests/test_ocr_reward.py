@@ -258,5 +258,7 @@ def test_a_missing_engine_names_the_install_command(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "rapidocr", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'image-rewards\[ocr\]'"):
+    with pytest.raises(
+        MissingExtraError, match=r"uv run --extra ocr …, or pip install './packages/image-rewards\[ocr\]'"
+    ):
         load("ocr").check_target("", {"text": "x"})

@@ -335,5 +335,5 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise EngineError("Ray is missing; install it with: pip install 'fsdp-diffusers-engine[ray]'") from error
+        raise EngineError("Ray is missing: uv pip install './packages/fsdp-diffusers-engine[ray]'") from error
     return ray

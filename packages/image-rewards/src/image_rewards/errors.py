@@ -80,8 +80,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def missing_extra(package: str, extra: str, reward: str) -> MissingExtraError:
-    """The error for an optional dependency `package`, naming what to install."""
+    """The error for an optional dependency `package`, with the line to type: in a checkout, where Ray is there anyway, or alone."""
+    checkout = "" if extra == "ray" else f"uv run --extra {extra} …, or "
     return MissingExtraError(
-        f"{reward} needs the package {package!r}, which is not installed. "
-        f"Install it with: pip install 'image-rewards[{extra}]'"
+        f"{reward} needs the package {package!r}, which is not installed: {checkout}pip install './packages/image-rewards[{extra}]'"
     )

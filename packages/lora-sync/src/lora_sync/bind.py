@@ -156,7 +156,7 @@ def _inject(module: nn.Module, payload: LoRAPayload, adapter_name: str) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise MissingExtraError(
-            f"adapter {adapter_name!r} is not in the module and adding it needs peft: pip install 'lora-sync[peft]'."
+            f"adapter {adapter_name!r} is not in the module and adding it needs peft: pip install './packages/lora-sync[peft]'"
         ) from error
     actual = {neutral_name(name): (name, child) for name, child in module.named_modules()}
     if missing := [name for name in payload.modules if name not in actual]:

@@ -25,6 +25,7 @@ from .types import GenerationRequest
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+_INSTALL = "uv run --extra server …, or uv pip install './packages/omni-rollout[http]'"
 Draw = Callable[[Sequence[GenerationRequest]], Awaitable["TensorDict"]]
 
 _FIELDS = (
@@ -55,7 +56,7 @@ def create_app(draw: Draw, pipeline: DiffusionPipelineConfig, model: str = "poli
         from fastapi import FastAPI, Request
         from fastapi.responses import JSONResponse
     except ImportError as error:
-        raise MissingExtraError("the image route needs FastAPI: pip install './packages/omni-rollout[http]'") from error
+        raise MissingExtraError(f"the image route needs FastAPI: {_INSTALL}") from error
     app, numbers = FastAPI(title="omni-rollout"), itertools.count()
 
     @app.get("/health")
@@ -101,7 +102,7 @@ class ImageServer:
         try:
             import uvicorn
         except ImportError as error:
-            raise MissingExtraError("serving needs uvicorn: pip install './packages/omni-rollout[http]'") from error
+            raise MissingExtraError(f"serving needs uvicorn: {_INSTALL}") from error
         # Bound here: uvicorn would end the whole process over a port that is taken.
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

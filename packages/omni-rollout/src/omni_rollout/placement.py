@@ -103,5 +103,5 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise MissingExtraError("replicas in actors need Ray: pip install './packages/omni-rollout[ray]'") from error
+        raise MissingExtraError("replicas in actors need Ray: uv pip install './packages/omni-rollout[ray]'") from error
     return ray

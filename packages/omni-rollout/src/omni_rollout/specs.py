@@ -25,7 +25,7 @@ def spec_of(path: str, architecture: str | None = None) -> ModelSpec:
         from model_specs import SpecError, get_spec_for
     except ImportError as error:
         raise MissingExtraError(
-            "Sampling needs model-specs: pip install './packages/omni-rollout[diffusers]' (or [vllm])"
+            "Sampling needs model-specs: uv pip install './packages/omni-rollout[diffusers]' (or [vllm])"
         ) from error
     try:
         return get_spec_for(path, architecture)

@@ -108,8 +108,8 @@ def _prompt_sets(key: str, files: DataConfig | PromptSource, data: DataConfig) -
     if len({p.text for p in prompts}) < 2:
         raise TrainerError(
             f"{key}.train_file={files.train_file!r} holds one text, so none can be held out: a run needs {data.prompts_per_step} "
-            f"prompts or more to train on (data.prompts_per_step) and others to validate with; add lines, or give {key}.val_file=FILE "
-            f"(it may be the same file) and data.prompts_per_step={min(len(prompts), data.prompts_per_step)}"
+            "prompts or more to train on (data.prompts_per_step) and others to validate with; add lines, or give "
+            f"{key}.val_file=FILE (it may be the same file) and data.prompts_per_step={min(len(prompts), data.prompts_per_step)}"
         )
     chosen = held_out((p.text for p in prompts), most=data.val_max_prompts)
     return [p for p in prompts if p.text not in chosen], [p for p in prompts if p.text in chosen]

@@ -312,7 +312,7 @@ def _given(config: RunConfig) -> Iterator[str]:
     files = config.data.train_file
     if config.data.offline and not config.data.sources and isinstance(files, str) and files.startswith("builtin:"):
         fields = "prompt, chosen and rejected" if loss.spec.paired else "prompt and image"
-        yield f"data.offline=true trains on pictures of yours: give data.train_file=FILE, each line with {fields} (paths of pictures)"
+        yield f"data.offline=true trains on pictures of yours: give data.train_file=FILE, each line with {fields} (paths)"
     if config.data.offline and config.trainer.staleness:
         yield f"data.offline=true with trainer.staleness={config.trainer.staleness}: nothing is drawn; leave it at 0"
     if config.data.offline and not config.shares_weights:
@@ -373,9 +373,15 @@ def _support(config: RunConfig) -> Iterator[str]:
             f"{optim.total_training_steps} for the {optim.lr_scheduler_type} schedule; warm up for fewer steps, or use constant"
         )
     if config.rollout.backend == "vllm_omni" and find_spec("vllm_omni") is None:
-        yield "rollout.backend='vllm_omni' needs vLLM-Omni: uv sync --extra vllm, or pip install 'omni-rollout[vllm]'"
+        yield (
+            f"rollout.backend='vllm_omni' needs vLLM-Omni: uv run --extra vllm apps/{config.app} …, or "
+            "uv pip install './packages/omni-rollout[vllm]'"
+        )
     for name in missing_trackers(config.trainer.trackers):
-        yield f"trainer.trackers names {name}, which is not installed: uv run --extra trackers …, or pip install {name}"
+        yield (
+            f"trainer.trackers names {name}, which is not installed: uv run --extra trackers apps/{config.app} …, or "
+            f"pip install './packages/run-report[{name}]'"
+        )
     loop = config.rollout.agent.default_agent_loop
     if loop not in LOOPS:  # a class of somebody's own
         try:

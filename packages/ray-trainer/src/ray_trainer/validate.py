@@ -58,7 +58,10 @@ def validate_config(config: RunConfig) -> list[str]:
     check_run_dir(t.run_dir, t.on_existing)
     notes += check_resume(config, {"data.train_file": train, "data.val_file": val})
     if r.val_kwargs.pipeline.num_frames > 1 and find_spec("av") is None:
-        notes.append("videos are kept as three frames each; for mp4 files: uv run --extra video …, or pip install av")
+        notes.append(
+            f"videos are kept as three frames each; for mp4 files: uv run --extra video apps/{config.app} …, or "
+            "pip install './packages/run-report[video]'"
+        )
     old, corrected = config.algorithm.old_log_probs, config.algorithm.rollout_correction.mode != "none"
     if t.staleness and loss.spec.replays and old != "rollout" and not corrected:
         notes.append(

@@ -71,5 +71,7 @@ def _av() -> Any:
     try:
         import av
     except ImportError as error:
-        raise ReportError("video files need PyAV: pip install 'run-report[video]'") from error
+        raise ReportError(
+            "video files need PyAV: uv run --extra video …, or pip install './packages/run-report[video]'"
+        ) from error
     return av

@@ -44,7 +44,7 @@ def start_engine(config: DiffusionRolloutConfig, path: str, spec: ModelSpec, cud
         from vllm_omni import AsyncOmni
     except ImportError as error:
         raise MissingExtraError(
-            "The vllm_omni backend needs vLLM-Omni: pip install './packages/omni-rollout[vllm]'"
+            "The vllm_omni backend needs vLLM-Omni: uv run --extra vllm …, or uv pip install './packages/omni-rollout[vllm]'"
         ) from error
     # The engine collects garbage again and again while it starts, each time over all that these imports made: set it
     # aside. A start takes a seventh of the time.
