@@ -24,13 +24,18 @@ SHARES = {
 }
 """Of the peak that useful and recomputed operations reach, by pass and whether blocks are compiled. An update's forwards,
 recomputations and backwards together."""
+APART = 0.26
+"""The same of an engine's forward where the adapter's products stand outside of the compiled blocks, as in vLLM-Omni by itself:
+0.82 images/s on an H200 (the first version of this program), 1.57 since they stand inside."""
+HOST = 30e9
+"""Bytes a second between a GPU and pinned memory of the host: an engine's 41 GB go in 1.2 s and come back in 1.5 s."""
 LINK = 53e9
 """Bytes a second that a GPU gathers of a shared copy, where products do not hide it: 0.73 s for 41 GB on two H100, 1.63 s for 82 GB
 on two H200."""
 REST_S = 0.8
 """Seconds of a step outside rollout and update: 0.4 to 1.2 were measured."""
-ENGINE_S = 3.1
-"""The same for an engine beside the trainer, more: 1.2 asleep, 1.5 awake, 0.4 for the adapter."""
+SYNC_S = 0.4
+"""An adapter sent to an engine, bound and compared."""
 BYTES_PER_TOKEN = 4.0
 """Of plain text in these tokenizers; for the time, not for limits."""
 TEMPLATE = 10
@@ -58,7 +63,15 @@ def text_tokens(folder: Path, config: RunConfig, prompts: Sequence[Prompt]) -> i
 
 
 def phases(
-    config: RunConfig, folder: Path, needs: Needs, placed: Placement, text: int, peak: float, on_gpu: bool
+    config: RunConfig,
+    folder: Path,
+    needs: Needs,
+    placed: Placement,
+    text: int,
+    peak: float,
+    on_gpu: bool,
+    reward: float = 0.0,
+    apart: bool = False,
 ) -> list[Phase]:
     """Seconds of each phase of a step on one GPU, which all GPUs pass through together.
 
@@ -69,6 +82,8 @@ def phases(
         text: tokens of a prompt.
         peak: operations a second of one GPU, from the data sheet or measured.
         on_gpu: whether blocks are compiled by default.
+        reward: seconds that a reward worker takes for a picture.
+        apart: the engine is vLLM-Omni as it comes, with the adapter's products outside of its compiled blocks.
     """
     spec = check_folder(folder, config.model.architecture)
     actor, rollout, loss = config.actor, config.rollout, config.actor.diffusion_loss
@@ -91,13 +106,16 @@ def phases(
 
     drawing = config.data.prompts_per_step * rollout.n / drawers
     batch = (rollout.vllm_omni.max_num_seqs if engine else rollout.max_batch_size) * 1.0
-    seconds = drawing * drawn.num_inference_steps * guided * one / speed["forward", fast]
+    pace = peak * APART if engine and apart else speed["forward", fast]
+    seconds = drawing * drawn.num_inference_steps * guided * one / pace
     if not engine:
         seconds += math.ceil(drawing / batch) * drawn.num_inference_steps * guided * gather
     why = f"{drawing:g} samples a GPU x {drawn.num_inference_steps} steps" + (
         " x 2 for guidance" if guided == 2 else ""
     )
     found = [] if config.data.offline else [Phase("rollout", seconds, why)]
+    if reward and found:
+        found.append(_reward(config, reward, seconds))
 
     steps, guides = trained_steps(config), guided if loss.spec.replays else 1
     rows = samples * steps * guides
@@ -118,9 +136,34 @@ def phases(
     seconds = updates * one * work / speed["update", compiled] + math.ceil(updates / micro) * 2 * gather
     why = f"{updates:g} rows forward and backward, {recomputed:.0%} of the blocks recomputed"
     found.append(Phase("update", seconds, why))
-    beside = engine and placed.beside and rollout.vllm_omni.enable_sleep_mode
-    found.append(Phase("rest", REST_S + (ENGINE_S if beside else 0.0), "sync, advantages, files"))
+    moved = _moved(config, needs, placed, shared)
+    if moved:
+        found.append(Phase("to the host", 2 * moved / HOST, f"{moved / 1e9:.0f} GB a GPU away and back"))
+    found.append(Phase("rest", REST_S + (SYNC_S if engine and placed.beside else 0.0), "sync, advantages, files"))
     return found
+
+
+def _reward(config: RunConfig, each: float, drawing: float) -> Phase:
+    """What the rewards add to a step. On GPUs or CPUs of their own they score while others are drawn, all but the last batch."""
+    pools = config.reward.each.values()
+    samples = config.data.prompts_per_step * config.rows_per_prompt
+    total = max(samples * each / pool.num_workers for pool in pools)
+    if any(pool.share_trainers_gpus for pool in pools):
+        return Phase("reward", total, f"{samples} pictures on the trainers' GPUs")
+    left = max(total - drawing, min(pool.batch_size for pool in pools) * each)
+    return Phase(
+        "reward", min(left, total), f"{samples} pictures, {total:.1f} s in all, most of it while others are drawn"
+    )
+
+
+def _moved(config: RunConfig, needs: Needs, placed: Placement, shared: int) -> float:
+    """Bytes that leave a GPU in a step and come back: an engine that sleeps beside the trainer, and what the trainer puts away."""
+    fsdp, rollout = config.actor.fsdp_config, config.rollout
+    moved = needs.base / shared if fsdp.param_offload else 0.0
+    moved += needs.moments / shared if placed.optimizer_offload or fsdp.optimizer_offload else 0.0
+    if rollout.backend == "vllm_omni" and placed.beside and rollout.vllm_omni.enable_sleep_mode:
+        moved += needs.base / placed.tensor_parallel + needs.encoders
+    return moved
 
 
 def trained_steps(config: RunConfig) -> float:

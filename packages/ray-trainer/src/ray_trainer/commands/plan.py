@@ -1,10 +1,13 @@
-"""`plan [recipe=NAME] [key=value …] [gpu=NAME] [price=DOLLARS]`: what a run will need and take, before it is begun.
+"""`plan [recipe=NAME] [key=value …] [gpu=NAME] [price=DOLLARS] …`: what a run will need and take, before it is begun.
 
 gpu=H100        the GPU to plan for; by default this machine's, and H100 where it has none (ray.gpu_memory_gb is its memory)
 price=2.5       dollars for an hour of one GPU
+reward=0.1      seconds that a reward worker takes for a picture: `doctor` measures one call
+engine=stock    with rollout.backend=vllm_omni: vLLM-Omni as it comes, whose adapters stand outside of its compiled blocks, as other
+                programs use it; own (the default) is the engine of this program
 
 Memory comes from the headers of the model's files, seconds from counted operations and shares of the peak that were measured
-on full-size runs. Rewards are not in it: `doctor` measures one call.
+on full-size runs.
 
 exit code 0: it fits; 1: it does not; 2: the input cannot be used
 """
@@ -29,11 +32,20 @@ if TYPE_CHECKING:
     from ..app import App
 
 
+OWN = {
+    "gpu": "the name of a GPU, such as gpu=H100",
+    "price": "dollars for an hour of one GPU, such as price=2.5",
+    "reward": "seconds that a picture takes, such as reward=0.1",
+    "engine": "own or stock",
+}
+"""Arguments that are no keys of the config."""
+
+
 def main(app: App, arguments: list[str]) -> int:
     """Print the plan; returns 0 where it fits, 1 where it does not."""
     from ..app import parse
 
-    own = {key: value for key, _, value in (a.partition("=") for a in arguments) if key in ("gpu", "price")}
+    own = {key: value for key, _, value in (a.partition("=") for a in arguments) if key in OWN}
     config, _ = parse(app, [a for a in arguments if a.partition("=")[0] not in own])
     if config is None:
         print((__doc__ or "").strip())
@@ -47,14 +59,25 @@ def main(app: App, arguments: list[str]) -> int:
     placed, needs = seen
     name, peak = _gpu(own.get("gpu"), needs, config)
     text = text_tokens(folder, config, load_prompt_sets(config.data)[0])
-    found = phases(config, folder, needs, placed, text, peak, on_gpu=name != "CPU")
+    reward, apart = _number(own, "reward"), own.get("engine", "own") == "stock"
+    if own.get("engine", "own") not in ("own", "stock"):
+        raise TrainerError(f"engine={own['engine']!r} is unknown; give own or stock")
+    found = phases(config, folder, needs, placed, text, peak, name != "CPU", reward or 0.0, apart)
     print(f"{config.recipe} on {config.trainer.num_workers} x {name}, {peak / 1e12:.3g} TFLOP/s at most")
     print("\n".join(memory_lines(placed)))
-    print("\n".join(time_lines(config, found, own.get("price"))))
+    print("\n".join(time_lines(config, found, _number(own, "price"))))
     if sum(placed.parts.values()) <= placed.usable:
         return 0
     print(f"it does not fit: {what_would_fit(config)}")
     return 1
+
+
+def _number(given: dict[str, str], key: str) -> float | None:
+    """A number of the command's own arguments, None where it is not given."""
+    try:
+        return float(given[key]) if key in given else None
+    except ValueError as error:
+        raise TrainerError(f"{key}={given[key]!r} is no number; give {OWN[key]}") from error
 
 
 def _gpu(asked: str | None, needs: Needs, config: RunConfig) -> tuple[str, float]:
@@ -88,10 +111,15 @@ def memory_lines(placed: Placement) -> Iterator[str]:
     yield f"  {'in all':<36}{total / GB:>8.1f} GB of {placed.usable / GB:.1f} that may be filled"
 
 
-def time_lines(config: RunConfig, found: list[Phase], price: str | None) -> Iterator[str]:
+def time_lines(config: RunConfig, found: list[Phase], price: float | None) -> Iterator[str]:
     """Seconds of each phase, and what follows for the run."""
     samples, ranks = config.data.prompts_per_step * config.rows_per_prompt, config.trainer.num_workers
-    yield f"seconds of a step of {samples} samples, without rewards"
+    without = (
+        ""
+        if any(phase.name == "reward" for phase in found)
+        else ", without rewards (reward=SECONDS of a picture adds them)"
+    )
+    yield f"seconds of a step of {samples} samples{without}"
     for phase in found:
         yield f"  {phase.name:<20}{phase.seconds:>8.1f}   {phase.why}"
     step = sum(phase.seconds for phase in found)
@@ -101,14 +129,9 @@ def time_lines(config: RunConfig, found: list[Phase], price: str | None) -> Iter
     yield f"  {'step':<20}{step:>8.1f}   {rate:.3g} images/s, {rate / ranks:.3g} a GPU; {length}"
     if price is None:
         return
-    try:
-        cost = float(price) * hours * ranks
-    except ValueError as error:
-        raise TrainerError(
-            f"price={price!r} is no number; give dollars for an hour of one GPU, such as price=2.5"
-        ) from error
+    cost = price * hours * ranks
     image = cost / samples / config.trainer.total_steps
-    yield f"  {'dollars':<20}{cost:>8.2f}   at {price} for an hour of a GPU; {image:.2g} an image"
+    yield f"  {'dollars':<20}{cost:>8.2f}   at {price:g} for an hour of a GPU; {image:.2g} an image"
 
 
 def what_would_fit(config: RunConfig) -> str:
