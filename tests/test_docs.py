@@ -1,5 +1,6 @@
 """The pages in docs/: short, linked, and complete where they promise to be."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -63,6 +64,35 @@ def test_every_key_on_the_page_of_keys_exists():
     )
     assert len(named) > 50
     assert set(named) <= set(known_keys())
+
+
+def keys_page():
+    spec = importlib.util.spec_from_file_location("keys_page", ROOT / "tools" / "keys_page.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_every_key_is_what_the_dataclasses_say():
+    made = keys_page()
+    assert made.PAGE.read_text(encoding="utf-8") == made.page(), "run tools/keys_page.py"
+
+
+def test_the_page_of_every_key_has_each_of_them_once_and_says_what_it_does():
+    rows = re.findall(r"^\| `([^`]+)` \|.*\| (.*) \|$", keys_page().page(), re.M)
+    named = [key for key, _ in rows]
+    keys = {key for key, kind in known_keys().items() if is_section(kind) is None and key not in ("app", "recipe")}
+    assert len(named) == len(set(named))
+    assert {key.partition(".NAME.")[0] for key in named} - {"actor.fsdp_config.mixed_precision"} == keys
+    assert [key for key, text in rows if not text] == []
+
+
+def test_keys_that_the_page_of_other_trainers_offers_exist():
+    text = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+    offered = [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| ")]
+    named = set(re.findall(r"`((?:actor|algorithm|data|model|reward|rollout|trainer)(?:\.\w+)+)", " ".join(offered)))
+    assert len(named) > 60
+    assert named - set(known_keys()) == set()
 
 
 def test_every_metric_of_a_run_is_explained(finished_run):

@@ -64,9 +64,9 @@ class DiffusionLossConfig:
     adaptive_weight_min: Positive = 1e-5
     # Diffusion-DPO's beta. 2000 is verl-omni's and Flow-Factory's default; FlowGRPO's script uses 100.
     dpo_beta: Positive = 2000.0
-    # Flow-DPPO's divergence threshold, and whether that divergence is divided by S^2 (paper) or only by 2
-    # (verl-omni's switch).
+    # Flow-DPPO's divergence threshold.
     kl_mask_threshold: NotNegative = 1e-5
+    # Whether that divergence is divided by S^2 (paper) or only by 2 (verl-omni's switch).
     add_kl_coefficient: bool = True
 
     # Which KL `ref_kl_coef` weighs (see kl.py). "auto": "std" for policy gradients, which is the closed form of the
@@ -91,13 +91,16 @@ class DiffusionLossConfig:
     # False leaves the negative policy out (only r P is trained): the paper's ablation, not its method.
     nft_negative: bool = True
 
+    # How a pair's margin becomes a loss: Diffusion-DPO's sigmoid, IPO's square, or a hinge.
     dpo_loss: PreferenceLoss = "sigmoid"
 
     # AWM's published code uses ghuber, "unit" advantages and an inactive clip of 1; Flow-Factory uses uniform, "raw"
     # and a clip of 1e-4. The default is Flow-Factory's set because it is the one that goes with this config's
     # clip_ratio.
     awm_weighting: AWMWeighting = "uniform"
+    # The exponent of ghuber.
     awm_power: Annotated[float, Interval(gt=0, le=100)] = 0.25
+    # raw: clamped to adv_clip_max. unit: divided by it as well, so within 1.
     awm_advantage: AWMAdvantage = "raw"
     # "trajectory" is AWM's `sum_first`: one ratio per sample from the mean over its [B, W] noise levels.
     awm_ratio: RatioLevel = "step"

@@ -41,8 +41,9 @@ class PromptSource:
     """One of several places that prompts come from."""
 
     train_file: str | list[str] = ""
+    """As `data.train_file`."""
     val_file: str | list[str] = ""
-    """Both as `data.train_file` and `data.val_file`."""
+    """As `data.val_file`."""
     share: Annotated[float, Interval(gt=0, le=1e9)] = 1.0
     """Its part of every step's prompts, against the other sources' shares; see `prompts.counts`."""
     rewards: list[str] = field(default_factory=list)
@@ -56,6 +57,7 @@ class DataConfig:
     `image_rewards.prompt_files`."""
 
     train_file: str | list[str] = "builtin:tiny_shapes_train"
+    """Prompts to train on."""
     val_file: str | list[str] = "builtin:tiny_shapes_heldout"
     """Empty holds out a tenth of the training file's texts, always the same ones; so does a train_file given without it."""
     sources: dict[str, PromptSource] = field(default_factory=dict)
@@ -74,8 +76,11 @@ class RewardPool:
     """One reward of image_rewards, what scores with it, and what a failure of it means for training."""
 
     name: str = ""
+    """A name of image_rewards, an installed one's, "module:attribute" or "./file.py:attribute"."""
     options: dict[str, Any] = field(default_factory=dict)
+    """What that reward takes."""
     num_workers: Thousands = 1
+    """Processes that score."""
     num_cpus: Annotated[float, Interval(ge=0, le=10_000)] = 0.1
     """CPUs that Ray sets aside for each worker."""
     num_gpus: Annotated[float, Interval(ge=0, le=8)] = 0.0
@@ -89,10 +94,13 @@ class RewardPool:
     policy: Literal["required", "skip", "value"] = "required"
     """required: a failure stops the run; skip: the sample leaves its group; value: it counts as `failure_value`."""
     failure_value: Annotated[float, Interval(ge=-1e9, le=1e9)] = 0.0
+    """The score of a sample that could not be scored, with `policy=value`."""
     max_retries: Annotated[int, Interval(ge=0, le=1000)] = 2
+    """Further attempts at a sample."""
     timeout_s: Seconds = 120.0
+    """Longest time of one attempt."""
     frame_timeout_s: Annotated[float, Interval(ge=0, le=1e7)] = 0.0
-    """Longest time of one attempt: `timeout_s`, and of a video this for each frame on top."""
+    """What each frame of a video adds to `timeout_s`."""
 
 
 @dataclass
@@ -108,6 +116,7 @@ class RewardConfig(RewardPool):
     """What scores a sample: one reward, or several by name."""
 
     name: str = "shapes"
+    """A name of image_rewards, an installed one's, "module:attribute" or "./file.py:attribute"."""
     several: dict[str, NamedReward] = field(default_factory=dict)
     """Rewards by a name of one's own, in place of `reward.name`. Each has a curve, `reward/NAME_mean` and `val/NAME_mean`."""
     combine: Literal["weighted_sum", "gdpo"] = "weighted_sum"
@@ -138,8 +147,11 @@ class OldPolicyConfig:
     update_every: Count = 1
     """Training steps between two refreshes."""
     decay_start: CountOrZero = 0
+    """Optimizer steps until d begins to rise."""
     decay_rate: Share = 0.0
+    """How much d rises with each."""
     decay_max: Share = 0.0
+    """What d rises to at most."""
 
     def decay(self, optimizer_steps: int) -> float:
         """d after this many optimizer steps."""
@@ -171,7 +183,9 @@ class AlgorithmConfig:
     advantage_std: Literal["group", "batch", "none"] = "group"
     """Whose standard deviation divides the centred reward: group, batch or none."""
     advantage_ddof: Literal[0, 1] = 1
+    """What is taken off the number of samples in that deviation."""
     advantage_eps: Share = 1e-4
+    """Added to that deviation."""
     flat_groups: Literal["keep", "drop"] = "keep"
     """Samples whose prompt's samples all have one reward, which compare with nothing and have advantage 0. keep: they are
     trained on, so they count in the loss's mean and in the KL (DiffusionNFT, AWM, DanceGRPO, MixGRPO, verl-omni); drop: they
@@ -236,17 +250,22 @@ class LoopConfig:
     algorithm: str = ""
     """The trainer's class: empty for the program's own, an installed one's name, "module:Class" or "./file.py:Class"."""
     total_steps: Count = 100
+    """Training steps: each draws, scores and trains one batch."""
     max_hours: Annotated[float, Interval(ge=0, le=1e5)] = 0.0
     """The run ends with a checkpoint, and can be resumed, before a step that would end later than this many hours after the start,
     if it took as long as the step before; 0 is no limit."""
     staleness: Literal[0, 1] = 0
     """1: the samples of step n + 1 are drawn and scored while step n is trained, by the policy from before that update."""
     val_before_train: bool = True
+    """Validate before the first step, so that there is something to compare with."""
     val_every: CountOrZero = 50
+    """Steps between two validations; 0 validates after the last step alone."""
     val_weights: Literal["trained", "ema"] = "trained"
     """What validation draws with: trained, or ema, the average that `actor.fsdp_config.ema_decay` keeps."""
     save_every: CountOrZero = 20
+    """Steps between two checkpoints; 0 saves at the end alone."""
     keep_checkpoints: Count = 2
+    """Checkpoints that stay; older ones are removed."""
     run_dir: str = ""
     """Folder of the run; empty makes a new one, runs/RECIPE-DATE-TIME."""
     on_existing: Literal["raise", "resume", "delete"] = "raise"
@@ -257,6 +276,7 @@ class LoopConfig:
     """Where rows, sample pictures and config also go; each is an extra of run-report, and finds its key where it always does."""
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     seed: Seed = 0
+    """Decides the order of the prompts, and the noise where `rollout.seed` does not."""
     num_workers: Thousands = 1
     """Training processes: one per GPU, or one on a CPU."""
 
