@@ -7,6 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,8 +35,9 @@ MICRO = [
     "rollout.val_kwargs.pipeline.num_inference_steps=2",
     "rollout.algo.sde_window_size=1",
     "actor.fsdp_config.device=cpu",
+    "reward.name=jpeg_compressibility",
 ]
-"""A run of a few seconds, with every part of the real one."""
+"""A run of a few seconds, with every part of the real one. No two of its pictures have one reward, so that every step learns."""
 
 CANARY = "canary-5d41402abc4b2a76"
 SECRETS = dict.fromkeys(
@@ -44,11 +52,11 @@ class Fault:
 
     Args:
         point: "module:function" or "module:Class.method".
-        action: "kill" the process, "hold" it there, "full" (a full disk), "memory" (out of memory), "nan" (in what it returns),
-            "nan_in" (in its first argument after self).
+        action: "kill" the process, "hold" it there until `Run.go`, "full" (a full disk), "memory" (out of memory), "nan" (in
+            what it returns), "nan_in" (in its first argument after self).
         call: which call of a process, from 1.
         rank: of the training process, where only one shall fail.
-        seconds: of "hold".
+        seconds: of "hold", at most.
     """
 
     point: str
@@ -75,11 +83,20 @@ class Run:
         fault: None for a run without one.
     """
 
-    def __init__(self, start: Any, folder: Path, keys: Sequence[str] = (), fault: Fault | None = None, app="flowgrpo"):
+    def __init__(
+        self,
+        start: Any,
+        folder: Path,
+        keys: Sequence[str] = (),
+        fault: Fault | None = None,
+        app: str = "flowgrpo",
+        env: dict[str, str] | None = None,
+    ):
         self.folder, self.run, self.fault = folder, folder / "run", fault
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "fault_happened").unlink(missing_ok=True)
-        env = {**SECRETS, **(fault.environment(folder) if fault else {})}
+        for note in ("fault_happened", "fault_happened.go"):
+            (folder / note).unlink(missing_ok=True)
+        env = {**SECRETS, **(env or {}), **(fault.environment(folder) if fault else {})}
         resume = ["trainer.on_existing=resume"] if (self.run / "config.yaml").exists() else []
         self.program = start(app, *MICRO, *keys, *resume, f"trainer.run_dir={self.run}", env=env)
 
@@ -87,8 +104,12 @@ class Run:
         """Wait for the fault's place."""
         self.program.until((self.folder / "fault_happened").exists, timeout)
 
+    def go(self) -> None:
+        """Let go of what the fault holds."""
+        (self.folder / "fault_happened.go").touch()
+
     def processes(self, role: str) -> list[psutil.Process]:
-        """Processes of this run: "driver", "worker", "reward", "replica", "raylet" or "gcs"."""
+        """Processes of this run: "driver", "worker", "reward", "replica", "engine", "raylet" or "gcs"."""
         driver = psutil.Process(self.program.process.pid)
         if role == "driver":
             return [driver]
@@ -96,6 +117,7 @@ class Run:
             "worker": "ActorRolloutRefWorker",
             "reward": "RewardLoopWorker",
             "replica": "HostedDiffusersBackend",
+            "engine": "vLLMOmniHttpServer",
             "raylet": "raylet/raylet",
             "gcs": "gcs/gcs_server",
         }
@@ -110,13 +132,94 @@ class Run:
         return found
 
     def kill(self, role: str) -> None:
-        """kill -9 of one process of a role; of the driver where there is none yet."""
+        """kill -9 of the first process of a role."""
         self.program.watch()
-        (self.processes(role) or self.processes("driver"))[0].kill()
+        self.processes(role)[0].kill()
 
     def rows(self) -> dict[int, dict[str, float]]:
         """See `rows_of`."""
         return rows_of(self.run)
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Service:
+    """Scorer service in a process of its own, which can be killed and started again at its port."""
+
+    def __init__(self, reward: str):
+        self.reward, self.port = reward, free_port()
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until it listens."""
+        command = [sys.executable, "-m", "image_rewards", "serve", "--reward", self.reward, "--port", str(self.port)]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        while line := self.process.stderr.readline():
+            if "is served on" in line:
+                return
+        raise AssertionError("the scorer did not start")
+
+    def stop(self) -> None:
+        """kill -9."""
+        self.process.kill()
+        self.process.wait()
+
+
+class Cluster:
+    """A Ray cluster of two nodes on this machine. All cores are the second one's, so that every process of a run is there."""
+
+    def __init__(self) -> None:
+        # In /tmp: the path of a socket may not be long.
+        self.folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        self.environment = {**kept, "HOME": str(self.folder), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+        self.nodes: list[subprocess.Popen[str]] = []
+        ports = ("--port", str(free_port()), "--ray-client-server-port", str(free_port()))
+        said = self._node("--head", "--num-cpus=0", "--include-dashboard=false", *ports, "--temp-dir", str(self.folder))
+        self.address = re.findall(r"--address='([^']+)'", said)[0]
+        self.join()
+
+    def _node(self, *options: str) -> str:
+        ray = Path(sys.executable).parent / "ray"
+        command = [ray, "start", "--block", "--disable-usage-stats", "--object-store-memory=100000000", *options]
+        log = self.folder / f"node{len(self.nodes)}.log"
+        with log.open("w") as out:
+            self.nodes.append(subprocess.Popen(command, env=self.environment, stdout=out, stderr=out, text=True))
+        end = time.monotonic() + 120
+        while "--block" not in (said := log.read_text()):  # the last that it says
+            assert self.nodes[-1].poll() is None, said
+            assert time.monotonic() < end, said
+            time.sleep(0.2)
+        return said
+
+    def join(self) -> None:
+        """Start a second node."""
+        self._node("--address", self.address, "--num-cpus=4")
+
+    def kill_node(self) -> None:
+        """kill -9 of the raylet of the newest node."""
+        every = psutil.Process(self.nodes[-1].pid).children()
+        (raylet,) = [one for one in every if "raylet/raylet" in one.cmdline()[0]]
+        raylet.kill()
+
+    def stop(self) -> list[str]:
+        """End all nodes; the processes that are left."""
+        every = [
+            c for node in self.nodes if node.poll() is None for c in psutil.Process(node.pid).children(recursive=True)
+        ]
+        for node in reversed(self.nodes):
+            node.terminate()
+        for node in self.nodes:
+            node.wait(60)
+        _, alive = psutil.wait_procs(every, timeout=20)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return [str(one) for one in alive]
 
 
 def rows_of(run: Path) -> dict[int, dict[str, float]]:

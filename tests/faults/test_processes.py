@@ -1,17 +1,13 @@
 """Processes that are killed: what is left, what goes on, what is said."""
 
-import json
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import psutil
-import pytest
-from harness import SECRETS, Fault, Run, find_secret, rows_of
+from harness import SECRETS, find_secret
 
 SESSION = """
 import time
@@ -72,82 +68,3 @@ def test_a_local_ray_is_closed_to_others_and_nothing_of_it_outlives_a_kill():
     finally:
         program.kill()
         program.wait()
-
-
-POINTS = {
-    "load": ("ray_trainer.workers:ActorRolloutRefWorker.init_model", 1),
-    "first step": ("ray_trainer.workers:ActorRolloutRefWorker.generate", 2),
-    "update": ("fsdp_diffusers_engine.engine:DiffusersFSDPEngine.optimizer_step", 1),
-    "sync": ("ray_trainer.workers:ActorRolloutRefWorker.update_weights", 2),
-    "validation": ("run_report.gallery:save_validation", 1),
-    "row": ("run_report.metrics:MetricsWriter.append", 2),
-    "checkpoint": ("fsdp_diffusers_engine.checkpoint:write_record", 1),
-    "rename": ("ray_trainer.checkpoint:_write", 2),
-    "end": ("ray_trainer.workers:ActorRolloutRefWorker.export", 1),
-    "report": ("run_report.page:page", 1),
-}
-"""Where a trial stops the run: a function, and which of its calls after the start."""
-ROLES = ("driver", "worker", "reward", "raylet", "gcs")
-TRIALS = [(point, role) for point in POINTS for role in ROLES] + [("random", role) for role in ROLES for _ in range(2)]
-DEADLINE_S = 300
-FOLDER = Path(os.environ.get("FAULTS_FOLDER", "runs/faults"))
-"""Where trials lie, so that the same command goes on where it was stopped."""
-
-
-def trial(start, place, number, keys=()):
-    """Kill one process at one point of a run in `place`, going on with what the trial before left. Returns what was seen."""
-    point, role = TRIALS[number]
-    chosen = POINTS.get(point, ("ray_trainer.workers:ActorRolloutRefWorker.generate", 1 + number % 4))
-    run = Run(start, place, keys, Fault(*chosen[:1], "hold", call=chosen[1], seconds=3.0))
-    began = time.monotonic()
-    try:
-        run.reached()
-        run.kill(role)
-    except AssertionError:  # the run was over before it came there
-        assert run.program.process.poll() == 0, f"{point}/{role}: {run.program.process.poll()}"
-    done = run.program.wait(DEADLINE_S)  # a run that hangs fails here
-    assert done.left_over == [], f"{point}/{role}: {done.left_over}"
-    assert find_secret(place) == []
-    assert done.code in ((0,) if role == "reward" else (0, 1, -signal.SIGKILL)), f"{point}/{role}: {done.err[-3000:]}"
-    rows, saved = run.rows(), run.run / "checkpoints" / "latest.json"
-    kept = json.loads(saved.read_text())["step"] if saved.exists() else 0
-    assert kept >= (max([1, *rows]) - 1) // 2 * 2, f"{point}/{role}: rows to {max(rows)}, checkpoint of {kept}"
-    seconds = round(time.monotonic() - began, 1)
-    return {
-        "trial": number,
-        "point": point,
-        "role": role,
-        "code": done.code,
-        "checkpoint": kept,
-        "seconds": seconds,
-    }, run
-
-
-@pytest.fixture(scope="module")
-def undisturbed(start):
-    """Rows of the run that nobody kills."""
-    place = FOLDER / "undisturbed"
-    if len(rows_of(place / "run")) < 7:
-        shutil.rmtree(place, ignore_errors=True)
-        done = Run(start, place).program.wait(DEADLINE_S)
-        assert done.code == 0, done.err[-3000:]
-    return rows_of(place / "run")
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", range(len(TRIALS)), ids=["-".join(one).replace(" ", "-") for one in TRIALS])
-def test_a_kill_anywhere_loses_no_step_and_leaves_nothing(start, undisturbed, number):
-    """Each trial goes on with the run that the one before has left; a finished run makes room for the next."""
-    log, place = FOLDER / "trials.jsonl", FOLDER / "run"
-    seen = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    if number in {one["trial"] for one in seen}:
-        pytest.skip("done before; remove runs/faults to begin anew")
-    told, run = trial(start, place, number)
-    rows = run.rows()
-    assert [step for step, row in rows.items() if row != undisturbed[step]] == []
-    with log.open("a") as file:
-        file.write(json.dumps(told) + "\n")
-    if told["code"] == 0:
-        assert sorted(rows) == list(range(7))
-        shutil.rmtree(place)
