@@ -1,5 +1,7 @@
 """Numbers that are none, and memory that is none, on one of two training processes."""
 
+import re
+
 import pytest
 from harness import Fault, Run
 
@@ -14,6 +16,9 @@ def test_a_gradient_that_is_nan_on_one_rank_is_skipped_on_all_alike(start, tmp_p
     assert done.code == 0, done.err[-3000:]
     rows = run.rows()
     assert rows[1]["actor/skipped_steps"] == 1.0
+    assert re.search(
+        r"step 1: an update was skipped, the gradient of \S+lora_[AB]\S+ is not finite", done.out + done.err
+    )
     assert all(row.get("actor/skipped_steps", 0.0) == 0.0 for step, row in rows.items() if step > 1)
     assert (
         max(row.get("actor/rollout_log_prob_diff_max", 0.0) for row in rows.values()) <= 1e-6

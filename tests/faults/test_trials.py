@@ -73,7 +73,11 @@ class Trial:
     @property
     def fault(self):
         """None where the moment is a random one."""
-        return None if self.point == RANDOM else Fault(POINTS[self.point][0], "hold", call=POINTS[self.point][1])
+        return (
+            None
+            if self.point == RANDOM
+            else Fault(*POINTS[self.point][:1], "hold", POINTS[self.point][1], seconds=DEADLINE_S)
+        )
 
 
 def trials_of(app, ahead):
@@ -181,6 +185,11 @@ def differing(rows, wanted):
     ]
 
 
+def asks(scorer):
+    """Keys of a run that asks a scorer service."""
+    return ["reward.name=http", f"reward.options={{url: 'http://127.0.0.1:{scorer.port}/score', max_retries: 20}}"]
+
+
 def attempt(start, trial, place):
     """The trial in a folder; what was seen. A run that hangs fails at its deadline."""
     wanted = undisturbed(start, trial)
@@ -249,3 +258,40 @@ def test_a_kill_anywhere_loses_no_step_and_leaves_nothing(start, trial):
         raise
     note(trial, held=True, **told, seconds=round(time.monotonic() - began, 1))
     shutil.rmtree(place)
+
+
+@pytest.mark.timeout(600)
+def test_six_kills_of_one_run(start, tmp_path):
+    """Three processes whose death a run mends, at once; then driver, worker and raylet. Steps done twice are the same twice."""
+    scorer = Service("jpeg_compressibility")
+    try:
+        keys = [*REPLICAS, "trainer.total_steps=20", "trainer.val_every=0", *asks(scorer)]
+        run = Run(start, tmp_path, keys, Fault(f"{DRIVER}.generate_sequence", "hold", call=3, seconds=DEADLINE_S))
+        run.reached()
+        run.kill("reward")
+        run.kill("replica")
+        scorer.stop()
+        scorer.start()
+        run.go()
+        run.program.until(lambda: 5 in raw(run.run))
+        run.kill("driver")
+        done, rows = run.program.wait(), run.rows()
+        assert (done.code, done.left_over) == (-signal.SIGKILL, [])
+        for victim, point, call in (("worker", POINTS["checkpoint"][0], 1), ("raylet", f"{DRIVER}.sync", 3)):
+            kept, before = checkpoint(run.run), raw(run.run)
+            assert kept >= (max(before) - 1) // SAVED_EVERY * SAVED_EVERY
+            run = Run(start, tmp_path, keys, Fault(point, "hold", call=call, seconds=DEADLINE_S))
+            run.reached()
+            run.kill(victim)
+            run.go()
+            done = run.program.wait()
+            assert (done.code, done.left_over) == (1, []), done.err[-3000:]
+            assert {step: line for step, line in raw(run.run).items() if step <= kept}.items() <= before.items()
+            assert differing(run.rows() | {s: row for s, row in rows.items() if s not in run.rows()}, rows) == []
+            rows |= run.rows()
+        done = Run(start, tmp_path, keys).program.wait()
+        assert (done.code, done.left_over) == (0, []), done.err[-3000:]
+        assert sorted(run.rows()) == list(range(21))
+        assert differing(run.rows(), rows) == []
+    finally:
+        scorer.stop()

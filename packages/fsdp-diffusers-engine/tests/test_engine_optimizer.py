@@ -49,11 +49,12 @@ def test_only_the_adapter_trains_and_adamw_does_the_arithmetic(make_engine: Any,
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(make_engine: Any, make_batch: Any) -> None:
     engine, data = make_engine(engine={"ema_decay": 0.5}), prepared(make_batch())
     engine.forward_backward(data, LOSS)
-    next(p for p in engine.trainable.values() if p.grad is not None).grad[0, 0] = float("nan")
+    *_, name = (name for name, p in engine.trainable.items() if p.grad is not None)
+    engine.trainable[name].grad[0, 0] = float("nan")
     before = weights(engine)
     metrics = engine.step()
     assert metrics["actor/grad_norm"] != metrics["actor/grad_norm"]
-    assert (metrics["actor/skipped_steps"], engine.optimizer_steps) == (1.0, 0)
+    assert (metrics["actor/skipped_steps"], engine.optimizer_steps, engine.bad_gradient) == (1.0, 0, name)
     assert same(weights(engine), before)
     assert all(p.grad is None for p in engine.trainable.values())
     engine.forward_backward(data, LOSS)

@@ -49,6 +49,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
         layout: ranks; `layout.dp_rank` of `layout.dp_size` says which part of a batch this process must be given.
         optimizer_steps, skipped_steps, empty_steps: counters; a step is skipped when its gradient is not finite, and is
             empty when its gradient is zero everywhere.
+        bad_gradient: first parameter whose gradient was not finite when a step was skipped last.
         forwards: rows that went through the module, with and without gradients.
     """
 
@@ -81,6 +82,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
         self.states = None
         self.optimizer_steps = 0
         self.skipped_steps = self.empty_steps = 0
+        self.bad_gradient = ""
         self.forwards = ForwardCounter()
         self._initialized = False
 
@@ -327,6 +329,7 @@ class DiffusersFSDPEngine(PolicyStatesMixin):
             value = float(norm)
             if not math.isfinite(value):
                 self.skipped_steps += 1
+                self.bad_gradient = optim.not_finite(self.trainable)
                 self.optimizer.zero_grad(set_to_none=True)
                 return value
             if value == 0.0:

@@ -94,6 +94,17 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
+def not_finite(parameters: Mapping[str, nn.Parameter]) -> str:
+    """Name of the first parameter whose gradient, or this rank's shard of it, holds NaN or infinity; empty where none does."""
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.to_local()
+        if gradient is not None and not bool(gradient.isfinite().all()):
+            return name
+    return ""
+
+
 def scale_gradients(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale gradients in place so that their norm is at most `max_norm` (torch's rule, with its 1e-6)."""
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)

@@ -343,6 +343,9 @@ class RayDiffusionTrainer(ABC):
         metrics |= self.workers.call(Worker.refresh_old_policy, step)[0] | self.workers.call(Worker.take_forwards)[0]
         metrics["forwards/per_sample"] = forwards_per_sample(metrics, trained_share=len(data) / len(batch))
         clock.lap("time/update")
+        if metrics.get("actor/skipped_steps"):
+            named = next(filter(None, self.workers.call(Worker.bad_gradient)), "no one parameter alone")
+            self._note(f"warning: step {step + 1}: an update was skipped, the gradient of {named} is not finite")
         self._warn_about_noise(metrics)
         metrics |= self._watch(step + 1, metrics)
         metrics |= self.sync(step + 1)

@@ -249,6 +249,10 @@ class ActorRolloutRefWorker:
         """Transformer rows per sample that `compute_log_prob` and `compute_ref_log_prob` spent since the last call."""
         return self.trainer.take_forwards()
 
+    def bad_gradient(self) -> str:
+        """First parameter whose gradient was not finite in the update that was skipped last; empty where its rank saw none."""
+        return self.engine.bad_gradient
+
     # ---- sync, checkpoints, export ---------------------------------------------------------------------------------------
 
     def update_weights(self, global_steps: int, mode: SyncMode = "lora") -> dict[str, float]:
