@@ -484,23 +484,32 @@ def without_counters(rows):
     return [{key: value for key, value in row.items() if not key.startswith(told)} for row in rows]
 
 
-def test_a_run_killed_at_any_moment_goes_on_with_the_same_rows(start, metric_rows, tmp_path):
-    """One moment; NIGHTLY=1 tries 20, in both modes, with driver, worker and replica as victims (half an hour)."""
-    chance, reference = random.Random(os.environ.get("KILL_SEED", "0")), {}
-    nightly = "NIGHTLY" in os.environ
-    for number in range(20 if nightly else 1):
-        victim = chance.choice([*VICTIMS]) if nightly else "driver"
-        mode = [f"trainer.staleness={number % 2 if nightly else 1}"]
-        mode += ["rollout.num_replicas=2"] if victim == "replica" else []
-        arguments = [*LONG, *mode]
-        key = tuple(mode)
-        if key not in reference:
-            folder = tmp_path / f"whole{len(reference)}"
-            assert start("flowgrpo", *arguments, f"trainer.run_dir={folder}").wait().code == 0
-            reference[key] = without_counters(metric_rows(folder))
-        moment = chance.randrange(0 if nightly else 1, 4), chance.uniform(0, 0.4)
-        found = killed_and_resumed(start, metric_rows, tmp_path / f"killed{number}", arguments, victim, moment)
-        assert without_counters(found) == reference[key], (victim, mode, moment)
+@pytest.fixture(scope="module")
+def whole(start, metric_rows, tmp_path_factory):
+    """`whole(*mode)`: the keys of a run that nobody kills, and its rows; made once for each mode."""
+    made = {}
+
+    def whole(*mode):
+        if mode not in made:
+            folder = tmp_path_factory.mktemp("whole")
+            assert start("flowgrpo", *LONG, *mode, f"trainer.run_dir={folder}").wait().code == 0
+            made[mode] = without_counters(metric_rows(folder))
+        return [*LONG, *mode], made[mode]
+
+    return whole
+
+
+@pytest.mark.parametrize("number", [-1, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(20))])
+def test_a_run_killed_at_any_moment_goes_on_with_the_same_rows(whole, start, metric_rows, tmp_path, number):
+    """The driver, ahead; nightly 20 moments, in both modes, with driver, worker and replica as victims."""
+    chance = random.Random(f"{os.environ.get('KILL_SEED', '0')}/{number}")
+    victim = chance.choice([*VICTIMS]) if number >= 0 else "driver"
+    arguments, rows = whole(
+        f"trainer.staleness={number % 2}", *(["rollout.num_replicas=2"] if victim == "replica" else [])
+    )
+    moment = chance.randrange(0 if number >= 0 else 1, 4), chance.uniform(0, 0.4)
+    found = killed_and_resumed(start, metric_rows, tmp_path / "killed", arguments, victim, moment)
+    assert without_counters(found) == rows, (victim, moment)
 
 
 SLOW = """import time
@@ -511,7 +520,7 @@ def slow(image, prompt):
 """
 
 
-@pytest.mark.skipif("NIGHTLY" not in os.environ, reason="depends on the clock, two minutes; set NIGHTLY=1")
+@pytest.mark.nightly  # depends on the clock
 def test_with_a_reward_of_a_second_a_sample_a_step_takes_two_thirds_at_most(start, metric_rows, tmp_path):
     """Two reward processes and 8 samples: four seconds of rewards, and an update that takes about as long (epochs make it so)."""
     (tmp_path / "slow_reward_of_a_test.py").write_text(SLOW)

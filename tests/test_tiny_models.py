@@ -1,10 +1,9 @@
 """Whole runs of both programs on tiny models of the other architectures, each family of algorithms at least once: two steps in one
-process, without Ray. With NIGHTLY=1 also with a real engine under Ray; omni-rollout's own tests hold each engine to the embedded
+process, without Ray. Nightly also with a real engine under Ray; omni-rollout's own tests hold each engine to the embedded
 backend."""
 
 import json
 import math
-import os
 import platform
 import sys
 
@@ -141,7 +140,8 @@ def test_sft_on_videos_of_a_tiny_wan(model, one_process, tmp_path):
 NO_ENGINE = (sys.platform, platform.machine()) != ("linux", "x86_64")
 
 
-@pytest.mark.skipif("NIGHTLY" not in os.environ or NO_ENGINE, reason="a minute each, on Linux x86-64; set NIGHTLY=1")
+@pytest.mark.nightly
+@pytest.mark.skipif(NO_ENGINE, reason="vLLM-Omni has wheels for Linux x86-64 only")
 @pytest.mark.parametrize(("name", "app", "recipe", "more"), CASES, ids=[f"{c[0]}-{c[2]}" for c in CASES])
 def test_two_steps_with_a_real_engine(name, app, recipe, more, model, start, metric_rows, tmp_path):
     folder = tmp_path / "run"

@@ -172,7 +172,7 @@ def test_a_machine_with_other_packages_is_named(two):
     two.stop(1)
 
 
-@pytest.mark.skipif("NIGHTLY" not in os.environ, reason="two minutes; set NIGHTLY=1")
+@pytest.mark.nightly
 def test_a_run_over_two_machines_ends_clearly_when_one_is_gone_and_goes_on_when_it_is_back(two):
     two.start_other()
     said, _ = two.refused(f"trainer.run_dir={two.hidden}/runs/one")

@@ -4,7 +4,6 @@ A receipt that is not the sender's ends a run, so a run that ends well had the s
 """
 
 import json
-import os
 import shutil
 from importlib.resources import files
 from pathlib import Path
@@ -86,7 +85,7 @@ def test_the_other_program_and_replicas_with_weights_of_their_own(start, metric_
         assert any(not torch.equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.skipif("NIGHTLY" not in os.environ, reason="two trainers and two replicas: a minute and more")
+@pytest.mark.nightly
 def test_sharded_weights_in_mixed_precision(start, metric_rows, tmp_path):
     """fp32 shards that compute in bf16, copies on the CPU, and replicas in bf16: every gather is made by both trainers."""
     folder = tmp_path / "run"
