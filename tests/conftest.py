@@ -5,6 +5,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -95,6 +96,62 @@ class Program:
 @pytest.fixture(scope="session")
 def start():
     return Program
+
+
+class Hosted:
+    """Runs in a process that lives on, so that Ray starts and the driver's libraries are imported once for all of them.
+
+    `folder` is on the path of every process: a test may put a module there.
+    """
+
+    def __init__(self, folder):
+        self.folder, self.process = folder, None
+
+    def __call__(self, app, *arguments, timeout=240):
+        if self.process is None:
+            path = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH", "")]))
+            self.process = subprocess.Popen(
+                [sys.executable, ROOT / "tests" / "one_ray.py"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            )
+        start, before = time.monotonic(), self._workers()
+        self.process.stdin.write(json.dumps([app, arguments]) + "\n")
+        self.process.stdin.flush()
+        if not select.select([self.process.stdout], [], [], timeout)[0]:
+            self.close()
+            raise subprocess.TimeoutExpired(app, timeout)
+        code, out, err = json.loads(self.process.stdout.readline())
+        seconds = time.monotonic() - start
+        _, alive = psutil.wait_procs(self._workers() - before, timeout=10)
+        return Finished(code, out, err, seconds, [str(p) for p in alive])
+
+    def _workers(self):
+        """Processes of Ray's that are at work; it keeps idle ones."""
+        found = set()
+        for one in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found |= {one} if one.name().startswith("ray::") and "IDLE" not in one.name() else set()
+        return found
+
+    def close(self):
+        if self.process is not None:
+            process, self.process = self.process, None
+            process.stdin.close()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()  # its keeper ends its Ray
+
+
+@pytest.fixture(scope="session")
+def hosted(tmp_path_factory):
+    """`hosted(app, *arguments)`: what a run left behind, in a process that other tests use too."""
+    host = Hosted(tmp_path_factory.mktemp("modules"))
+    yield host
+    host.close()
 
 
 @pytest.fixture(scope="session")

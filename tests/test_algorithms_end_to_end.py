@@ -1,9 +1,12 @@
-"""Other recipes, and the other rollout backend, as a person would run them: a few steps on real Ray.
+"""Other recipes for a few steps, and the other rollout backend as a person would run it, on real Ray.
 
 What an algorithm costs is counted by hooks on the transformer, and must be what its maths needs.
 """
 
+import dpo_online.cli
+import flowgrpo.cli
 import pytest
+from ray_trainer.cli import run
 
 FORWARDS = ("forwards/rollout", "forwards/log_prob", "forwards/train", "forwards/no_grad")
 
@@ -39,11 +42,10 @@ def test_vllm_omni_draws_the_same_and_trains_the_same(finished_run, start, small
     assert forwards(ours) == {(6.0, 2.0, 2.0, 0.0)}
 
 
-def test_mix_grpo_flash_saves_the_steps_after_its_window(start, small, metric_rows, tmp_path):
+def test_mix_grpo_flash_saves_the_steps_after_its_window(one_process, small, metric_rows, tmp_path):
     folder = tmp_path / "run"
     changes = ["trainer.total_steps=2", "rollout.algo.iters_per_group=1", "rollout.algo.sde_window_range=[0,4]"]
-    done = start("flowgrpo", "recipe=tiny_mix_grpo_flash", *small, *changes, f"trainer.run_dir={folder}").wait()
-    assert done.code == 0, done.err[-4000:]
+    assert run(flowgrpo.cli.APP, ["recipe=tiny_mix_grpo_flash", *small, *changes, f"trainer.run_dir={folder}"]) == 0
     table = metric_rows(folder)
     steps = [tuple(row.get(key, 0.0) for key in FORWARDS) for row in table[1:]]
     # neither a reference nor an old policy is asked
@@ -55,13 +57,11 @@ def test_mix_grpo_flash_saves_the_steps_after_its_window(start, small, metric_ro
         assert row["actor/grad_norm"] > 0
 
 
-def test_nft_samples_with_its_old_policy(start, small, metric_rows, tmp_path):
+def test_nft_samples_with_its_old_policy(one_process, small, metric_rows, tmp_path):
     folder = tmp_path / "run"
     arguments = ["recipe=tiny_nft", *small, "actor.ppo_mini_batch_size=24", "trainer.total_steps=3"]
     schedule = ["algorithm.old_policy={decay_rate: 0.5, decay_max: 0.5}", "actor.forward_process.num_levels=2"]
-    done = start("dpo-online", *arguments, *schedule, f"trainer.run_dir={folder}").wait()
-    assert done.code == 0, done.err[-4000:]
-    assert done.left_over == []
+    assert run(dpo_online.cli.APP, [*arguments, *schedule, f"trainer.run_dir={folder}"]) == 0
     table = metric_rows(folder)
     assert [row["actor/old_policy_decay"] for row in table[1:]] == [0.5, 0.5, 0.5]
     assert table[1]["actor/nft_old_deviation"] <= 1e-10  # old and trained start as one

@@ -21,7 +21,7 @@ def test_it_runs_and_counts_its_pairs(start, small, metric_rows, tmp_path):
     assert (folder / "lora" / "pytorch_lora_weights.safetensors").exists()
 
 
-def test_it_trains_on_given_pairs_with_two_processes(start, small, metric_rows, tmp_path):
+def test_it_trains_on_given_pairs_with_two_processes(hosted, small, metric_rows, tmp_path):
     for number in range(8):
         pixels = np.random.default_rng(number).integers(0, 255, (64, 64, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{number}.png")
@@ -36,7 +36,7 @@ def test_it_trains_on_given_pairs_with_two_processes(start, small, metric_rows, 
         "trainer.num_workers=2",
         "trainer.total_steps=2",
     ]
-    done = start("dpo-online", "recipe=offline_dpo", *small, *files, *size, f"trainer.run_dir={folder}").wait()
+    done = hosted("dpo-online", "recipe=offline_dpo", *small, *files, *size, f"trainer.run_dir={folder}")
     assert done.code == 0, done.err[-4000:]
     assert done.left_over == []
     before, first, second = metric_rows(folder)

@@ -1,10 +1,13 @@
-"""flowgrpo's real command on real Ray: two rewards by GDPO, two prompt sources, and a resume that draws the same rows."""
+"""flowgrpo on real Ray: two rewards by GDPO, two prompt sources, and a resume that draws the same rows."""
 
 import json
+import shutil
 from itertools import pairwise
 
 import pytest
 import torch
+from flowgrpo.cli import APP
+from ray_trainer.cli import run
 from safetensors.torch import load_file
 
 MICRO = [
@@ -28,9 +31,9 @@ TWO = [
 ]
 
 
-def test_two_rewards_and_two_sources_train_and_go_on_with_the_same_rows(start, metric_rows, tmp_path):
+def test_two_rewards_and_two_sources_train_and_go_on_with_the_same_rows(hosted, metric_rows, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    done = start("flowgrpo", *MICRO, *TWO, f"trainer.run_dir={whole}").wait()
+    done = hosted("flowgrpo", *MICRO, *TWO, f"trainer.run_dir={whole}")
     assert done.code == 0, done.err[-4000:]
     assert "right (shapes, weight 1), small (jpeg_compressibility, weight 0.5)" in done.out
     assert "prompts of a step: 2 of scenes, 1 of free" in done.out
@@ -45,10 +48,11 @@ def test_two_rewards_and_two_sources_train_and_go_on_with_the_same_rows(start, m
     page = (whole / "report.html").read_text()
     assert "reward/small_mean" in page
     assert "reward/source_free_mean" in page
-    begun = start("flowgrpo", *MICRO, *TWO, f"trainer.run_dir={parts}", "trainer.total_steps=1").wait()
-    assert begun.code == 0, begun.err[-4000:]
+    shutil.copytree(whole, parts)  # as it was after the first step
+    (parts / "checkpoints" / "latest.json").write_text(json.dumps({"step": 1}))
+    (parts / "inputs.json").unlink()
     more = ["trainer.on_existing=resume", "reward.several.small.timeout_s=60"]  # a deadline decides no result
-    resumed = start("flowgrpo", *MICRO, *TWO, f"trainer.run_dir={parts}", *more).wait()
+    resumed = hosted("flowgrpo", *MICRO, *TWO, f"trainer.run_dir={parts}", *more)
     assert resumed.code == 0, resumed.err[-4000:]
     again = metric_rows(parts)[2]
     for key in ("reward/source_scenes_mean", "reward/source_free_mean", "reward/small_mean"):
@@ -56,7 +60,7 @@ def test_two_rewards_and_two_sources_train_and_go_on_with_the_same_rows(start, m
     assert json.loads((parts / "inputs.json").read_text()) == json.loads((whole / "inputs.json").read_text())
 
 
-def test_the_watchdog_warns_goes_back_and_ends_a_run(start, metric_rows, tmp_path):
+def test_the_watchdog_warns_goes_back_and_ends_a_run(one_process, metric_rows, tmp_path, capsys):
     """With bounds that every step breaks: a warning after the first, weights of before after the fourth, fifth and sixth."""
     folder = tmp_path / "run"
     rules = [
@@ -69,10 +73,10 @@ def test_the_watchdog_warns_goes_back_and_ends_a_run(start, metric_rows, tmp_pat
         "trainer.val_before_train=false",
         "trainer.keep_checkpoints=9",
     ]
-    done = start("flowgrpo", *MICRO, *more, *rules, f"trainer.run_dir={folder}").wait()
-    assert done.code == 1
-    assert "the watchdog ended the run after step 7: the gradient norm is" in done.err
-    assert "watchdog, step 1: " in done.out + done.err
+    assert run(APP, [*MICRO, *more, *rules, f"trainer.run_dir={folder}"]) == 1
+    said = capsys.readouterr()
+    assert "the watchdog ended the run after step 7: the gradient norm is" in said.err
+    assert "watchdog, step 1: " in said.out + said.err
     table = metric_rows(folder)
     assert [row["step"] for row in table] == list(range(1, 8))
     assert "watchdog/flat_groups" in table[0]

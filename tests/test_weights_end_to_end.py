@@ -36,10 +36,10 @@ def ran(done):
     return done
 
 
-def test_full_weights_with_an_average_are_exported_and_go_on(start, metric_rows, tmp_path):
+def test_full_weights_with_an_average_are_exported_and_go_on(hosted, metric_rows, tmp_path):
     folder, again = tmp_path / "run", tmp_path / "again"
     arguments = ["recipe=tiny_flow_grpo", *MICRO, *FULL, *EMA]
-    done = ran(start("flowgrpo", *arguments, f"trainer.run_dir={folder}").wait())
+    done = ran(hosted("flowgrpo", *arguments, f"trainer.run_dir={folder}"))
     assert "all weights, validated as its average" in done.out
     table = metric_rows(folder)
     for row in table[1:]:
@@ -57,8 +57,7 @@ def test_full_weights_with_an_average_are_exported_and_go_on(start, metric_rows,
 
     shutil.copytree(folder, again)
     (again / "checkpoints" / "latest.json").write_text(json.dumps({"step": 1}))
-    resumed = start("flowgrpo", *arguments, f"trainer.run_dir={again}", "trainer.on_existing=resume").wait()
-    ran(resumed)
+    ran(hosted("flowgrpo", *arguments, f"trainer.run_dir={again}", "trainer.on_existing=resume"))
     assert metric_rows(again) == table
     for name, before in (("transformer", trained), ("transformer_ema", average)):
         assert module_sum(QwenImageTransformer2DModel.from_pretrained(again / name)) == module_sum(before)
@@ -73,9 +72,9 @@ def test_full_weights_with_an_average_are_exported_and_go_on(start, metric_rows,
     ],
     ids=["nft-merged-ray", "dpo-full-broadcast"],
 )
-def test_the_other_program_and_replicas_with_weights_of_their_own(start, metric_rows, tmp_path, arguments):
+def test_the_other_program_and_replicas_with_weights_of_their_own(hosted, metric_rows, tmp_path, arguments):
     folder = tmp_path / "run"
-    ran(start("dpo-online", *arguments, *MICRO, f"trainer.run_dir={folder}").wait())
+    ran(hosted("dpo-online", *arguments, *MICRO, f"trainer.run_dir={folder}"))
     rows = metric_rows(folder)[1:]
     assert [row["sync/tensors_bound"] for row in rows] == [WEIGHTS, WEIGHTS]
     assert all(row["actor/grad_norm"] > 0 for row in rows)

@@ -1,0 +1,22 @@
+"""Programs one after the other in one process with one Ray, as `conftest.Hosted` asks: a line of JSON for each, and one back."""
+
+import importlib
+import io
+import json
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+
+from ray_trainer.cluster import prepare_environment, ray_session
+
+prepare_environment()
+
+from ray_trainer.cli import run  # noqa: E402
+from ray_trainer.config import RayConfig  # noqa: E402
+
+with ray_session(RayConfig()):
+    for line in sys.stdin:
+        app, arguments = json.loads(line)
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err):
+            code = run(importlib.import_module(f"{app.replace('-', '_')}.cli").APP, arguments)
+        print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
