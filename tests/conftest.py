@@ -117,7 +117,7 @@ class Hosted:
                 text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
             )
-        start, before = time.monotonic(), self._workers()
+        start = time.monotonic()
         self.process.stdin.write(json.dumps([app, arguments]) + "\n")
         self.process.stdin.flush()
         if not select.select([self.process.stdout], [], [], timeout)[0]:
@@ -125,15 +125,16 @@ class Hosted:
             raise subprocess.TimeoutExpired(app, timeout)
         code, out, err = json.loads(self.process.stdout.readline())
         seconds = time.monotonic() - start
-        _, alive = psutil.wait_procs(self._workers() - before, timeout=10)
+        _, alive = psutil.wait_procs(self._actors(), timeout=10)
         return Finished(code, out, err, seconds, [str(p) for p in alive])
 
-    def _workers(self):
-        """Processes of Ray's that are at work; it keeps idle ones."""
+    def _actors(self):
+        """Actors; beside them Ray has agents, and idle processes for the next."""
         found = set()
         for one in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                found |= {one} if one.name().startswith("ray::") and "IDLE" not in one.name() else set()
+                name = one.name()
+                found |= {one} if name.startswith("ray::") and not name.endswith(("IDLE", "Agent")) else set()
         return found
 
     def close(self):

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 TOOLS = Path(__file__).parent.parent / "tools"
-PARTS = ["ceiling", "changes", "precision", "sizes", "plain", "trainer"]
 
 
 @pytest.fixture
@@ -22,8 +21,13 @@ def bench(monkeypatch):
     return bench_gpu
 
 
-def test_the_tiny_form(tmp_path):
-    command = [sys.executable, str(TOOLS / "bench_gpu.py"), "--model", "tiny", "--parts", *PARTS]
+FEW, OTHERS = ("ceiling", "trainer"), ("changes", "precision", "sizes", "plain")
+
+
+@pytest.mark.parametrize("parts", [FEW, pytest.param(OTHERS, marks=pytest.mark.nightly)], ids=["few", "others"])
+def test_the_tiny_form(tmp_path, parts):
+    """Each part is a process that imports everything."""
+    command = [sys.executable, str(TOOLS / "bench_gpu.py"), "--model", "tiny", "--parts", *parts]
     command += ["--out", str(tmp_path / "found.jsonl"), "--logs", str(tmp_path), "--limit", "1200"]
     env = {**os.environ, "OMNI_ROLLOUT_CPU": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
@@ -31,15 +35,18 @@ def test_the_tiny_form(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
     by_name = {(row["part"], row["what"]): row for row in rows}
     assert all(row.get("good", True) for row in rows)
-    assert {part for part, what in by_name if what == "done"} == set(PARTS)
-    assert by_name["trainer", "log-prob floor of the own rollout"]["largest_log_prob_gap"] <= 1e-5
-    assert by_name["trainer", "update, all recomputed"]["recomputed"] == [2]
-    assert by_name["precision", "2 blocks"]["gradient_not_compiled"] > 1e-3  # bf16 against fp32
-    assert by_name["changes", "off: rotation without complex numbers"]["gradient_off_by"] <= 1e-4
-    assert by_name["sizes", "wan_5b, ours over plain"]["times"] > 0
-    assert by_name["trainer", "update, all recomputed"]["gradient_off_by"] <= 1e-5
-    for name in [("ceiling", "matmul"), ("plain", "update"), ("trainer", "replay")]:
-        assert by_name[name].get("tflops", by_name[name].get("useful_tflops")) > 0
+    assert {part for part, what in by_name if what == "done"} == set(parts)
+    if parts == FEW:
+        assert by_name["trainer", "log-prob floor of the own rollout"]["largest_log_prob_gap"] <= 1e-5
+        assert by_name["trainer", "update, all recomputed"]["recomputed"] == [2]
+        assert by_name["trainer", "update, all recomputed"]["gradient_off_by"] <= 1e-5
+        assert by_name["ceiling", "matmul"]["tflops"] > 0
+        assert by_name["trainer", "replay"]["tflops"] > 0
+    else:
+        assert by_name["precision", "2 blocks"]["gradient_not_compiled"] > 1e-3  # bf16 against fp32
+        assert by_name["changes", "off: rotation without complex numbers"]["gradient_off_by"] <= 1e-4
+        assert by_name["sizes", "wan_5b, ours over plain"]["times"] > 0
+        assert by_name["plain", "update"]["useful_tflops"] > 0
     assert "all good" in done.stdout
 
 

@@ -13,6 +13,7 @@ import pytest
 from flowgrpo.cli import APP
 from ray_trainer.cli import run
 from ray_trainer.doors import FOLDERS
+from safetensors.torch import load_file
 
 LOSS = '''
 import torch
@@ -199,6 +200,7 @@ def test_a_reward_a_model_and_its_pipeline_and_a_sampler_kind_train_with_an_engi
         f"model.architecture={place}/own_model_of_a_test.py:Slim",
         f"rollout.algo.kind={place}/own_kind_of_a_test.py:GENTLE",
         "rollout.backend=vllm_omni",
+        "model.lora.merge=true",
     ]
     steps = ["trainer.total_steps=2", "trainer.val_every=2"]
     done = start("flowgrpo", *small, *mine, *steps, f"trainer.run_dir={folder}").wait(timeout=290)
@@ -208,10 +210,11 @@ def test_a_reward_a_model_and_its_pipeline_and_a_sampler_kind_train_with_an_engi
     assert [row["step"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:
         assert row["reward/gain_mean"] == 2.0
-        assert row["sync/tensors_bound"] == 8  # A and B of the query of four blocks
+        assert row["sync/tensors_bound"] == 141  # all weights of the tiny policy, the adapter folded in
         # The trainer scores with the person's spec and kind what the engine drew with the person's pipeline and kind.
         assert row["actor/rollout_log_prob_diff_max"] <= 1e-5
         assert row["actor/grad_norm"] > 0
+    assert len(load_file(folder / "lora" / "pytorch_lora_weights.safetensors")) == 8  # A and B of the query of four blocks
 
 
 @pytest.mark.parametrize(

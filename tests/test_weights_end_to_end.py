@@ -101,6 +101,7 @@ def test_sharded_weights_in_mixed_precision(start, metric_rows, tmp_path):
         assert row["actor/kl_loss"] > 0
 
 
+@pytest.mark.nightly  # with every change, test_own_parts_end_to_end.py sends merged weights to an engine
 def test_merged_weights_in_a_real_engine(start, metric_rows, tmp_path):
     folder = tmp_path / "run"
     arguments = [*MICRO, "recipe=tiny_flow_grpo", "model.lora.merge=true", "rollout.backend=vllm_omni"]

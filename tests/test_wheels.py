@@ -17,7 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 UV = shutil.which("uv")
 TORCH = ["torch==2.13.0"]
-LEAVES = ["sde-samplers", "diffusion-losses", "lora-sync", "image-rewards", "run-report"]
+LEAVES = ["sde-samplers", "image-rewards"]
+LEAVES_AT_NIGHT = ["diffusion-losses", "lora-sync", "run-report"]
 NO_TORCH = {"image-rewards", "run-report"}
 CONSTRAINTS = [f"{name}=={version}" for name, version in (("diffusers", "0.40.0"), ("transformers", "5.14.1"))]
 
@@ -54,13 +55,14 @@ def dist(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", LEAVES)
+@pytest.mark.parametrize("name", [*LEAVES, *(pytest.param(n, marks=pytest.mark.nightly) for n in LEAVES_AT_NIGHT)])
 def test_a_leaf_installs_with_pip_and_its_example_runs(name, tmp_path):
     python = empty_environment(tmp_path, *([] if name in NO_TORCH else TORCH))
     command(python, "-m", "pip", "install", "--quiet", ROOT / "packages" / name, cwd=tmp_path)
     command(python, "-c", example(name), cwd=tmp_path)
 
 
+@pytest.mark.nightly  # with every change, the wheels of all packages
 def test_a_package_with_siblings_installs_with_uv_and_its_example_runs(tmp_path):
     python = empty_environment(tmp_path, *TORCH, *CONSTRAINTS)
     command(UV, "pip", "install", "--python", python, ROOT / "packages" / "fsdp-diffusers-engine", cwd=ROOT)
@@ -70,7 +72,7 @@ def test_a_package_with_siblings_installs_with_uv_and_its_example_runs(tmp_path)
 def test_wheels_install_from_a_folder_and_the_app_finds_its_assets(dist, tmp_path):
     names = {wheel.name.split("-")[0] for wheel in dist.glob("*.whl")}
     assert {
-        n.replace("-", "_") for n in (*LEAVES, "model-specs", "fsdp-diffusers-engine", "omni-rollout", "ray-trainer")
+        n.replace("-", "_") for n in (*LEAVES, *LEAVES_AT_NIGHT, "model-specs", "fsdp-diffusers-engine", "omni-rollout", "ray-trainer")
     } < names
     packages = [
         *TORCH,
