@@ -14,10 +14,23 @@ sys.dont_write_bytecode = False
 # Several processes share the cores: a thread that waits for the others of its pool sleeps instead of turning in a loop.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Files that use one live vLLM-Omni engine and one Ray cluster: together in one process, so that they start once.
-ENGINE = ("test_rollout_nodes", "test_rollout_vllm_")
+# Files that share something that takes long to start run in one process: a live vLLM-Omni engine and its Ray cluster; and the
+# process with one Ray in which runs follow each other.
+TOGETHER = {
+    "engine": ("test_rollout_nodes", "test_rollout_vllm_"),
+    "one ray": (
+        "test_flowgrpo_end_to_end",
+        "test_several_rewards_end",
+        "test_dpo_online_end",
+        "test_weights_end",
+        "test_equal_ranks",
+    ),
+}
 # What takes longest comes first, so that the two processes end together.
-LONG = ("test_flowgrpo_end_to_end", *ENGINE, "end_to_end", "test_wheels", "test_readmes", "test_engine_ranks")
+LONG = (
+    *TOGETHER["one ray"], *TOGETHER["engine"], "end_to_end", "test_trainer_cluster", "test_cluster", "test_wheels",
+    "test_engine_ranks", "test_bench_gpu", "test_processes", "test_two_machines", "test_reward_loop", "test_ahead",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,12 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: next((i for i, part in enumerate(LONG) if part in item.path.name), len(LONG)))
 
 
-class FilesAndEngine(LoadFileScheduling):
-    """A file in one piece, and the files of the live engine as if they were one."""
+class FilesTogether(LoadFileScheduling):
+    """A file in one piece, and those of `TOGETHER` as if they were one."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "engine" if any(part in nodeid for part in ENGINE) else super()._split_scope(nodeid)
+        groups = (name for name, parts in TOGETHER.items() if any(part in nodeid for part in parts))
+        return next(groups, super()._split_scope(nodeid))
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesAndEngine | None:
-    return FilesAndEngine(config, log) if config.getoption("dist") == "loadfile" else None
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesTogether | None:
+    return FilesTogether(config, log) if config.getoption("dist") == "loadfile" else None

@@ -502,7 +502,7 @@ def whole(start, metric_rows, tmp_path_factory):
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", range(20))
 def test_a_run_killed_at_any_moment_goes_on_with_the_same_rows(whole, start, metric_rows, tmp_path, number):
-    """In both modes, with driver, worker and replica as victims. With every change, `test_flowgrpo_end_to_end.py` kills a driver."""
+    """In both modes; driver, worker and replica as victims. With every change, `test_flowgrpo_end_to_end.py` kills a driver."""
     chance = random.Random(f"{os.environ.get('KILL_SEED', '0')}/{number}")
     victim = chance.choice([*VICTIMS])
     arguments, rows = whole(

@@ -26,7 +26,12 @@ def rows(hosted, metric_rows, tmp_path_factory):
     def rows(program, way):
         if (program, way) not in made:
             folder = tmp_path_factory.mktemp("run")
-            keys = [f"actor.ppo_mini_batch_size={BATCH[program]}", *SIZES, *WAYS[way], f"trainer.run_dir={folder / 'run'}"]
+            keys = [
+                f"actor.ppo_mini_batch_size={BATCH[program]}",
+                *SIZES,
+                *WAYS[way],
+                f"trainer.run_dir={folder / 'run'}",
+            ]
             done = hosted(program, *keys)
             assert done.code == 0, done.err[-4000:]
             assert done.left_over == []

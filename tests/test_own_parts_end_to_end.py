@@ -214,7 +214,9 @@ def test_a_reward_a_model_and_its_pipeline_and_a_sampler_kind_train_with_an_engi
         # The trainer scores with the person's spec and kind what the engine drew with the person's pipeline and kind.
         assert row["actor/rollout_log_prob_diff_max"] <= 1e-5
         assert row["actor/grad_norm"] > 0
-    assert len(load_file(folder / "lora" / "pytorch_lora_weights.safetensors")) == 8  # A and B of the query of four blocks
+    assert (
+        len(load_file(folder / "lora" / "pytorch_lora_weights.safetensors")) == 8
+    )  # A and B of the query of four blocks
 
 
 @pytest.mark.parametrize(

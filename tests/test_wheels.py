@@ -72,7 +72,8 @@ def test_a_package_with_siblings_installs_with_uv_and_its_example_runs(tmp_path)
 def test_wheels_install_from_a_folder_and_the_app_finds_its_assets(dist, tmp_path):
     names = {wheel.name.split("-")[0] for wheel in dist.glob("*.whl")}
     assert {
-        n.replace("-", "_") for n in (*LEAVES, *LEAVES_AT_NIGHT, "model-specs", "fsdp-diffusers-engine", "omni-rollout", "ray-trainer")
+        n.replace("-", "_")
+        for n in (*LEAVES, *LEAVES_AT_NIGHT, "model-specs", "fsdp-diffusers-engine", "omni-rollout", "ray-trainer")
     } < names
     packages = [
         *TORCH,

@@ -63,7 +63,7 @@ def test_a_cluster_that_is_gone_is_one_line_within_half_a_minute(tmp_path):
 
 
 def test_a_port_where_something_else_listens_is_no_cluster(monkeypatch):
-    monkeypatch.setattr(cluster, "JOIN_TIMEOUT_S", 12.0)
+    monkeypatch.setattr(cluster, "JOIN_TIMEOUT_S", 7.0)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(4)
