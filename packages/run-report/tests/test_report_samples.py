@@ -36,7 +36,7 @@ def test_best_worst_and_most_changed_are_one_sample_of_a_prompt_each(tmp_path):
     assert found[0, 2] == pytest.approx(0.1 / (0.1 + 1e-4))
     assert found[2, 2] == pytest.approx(0.2 / (np.std([0.5, 0.9], ddof=1) + 1e-4))
     page = write_report(tmp_path).read_text()
-    assert "reward 0.400 → 1.000 · advantage +0.00" in page
+    assert "<span>reward 0.400 → 1.000</span> · <span>advantage +0.00</span>" in page
 
 
 def test_videos_play_in_the_page(tmp_path):

@@ -16,7 +16,7 @@ from .base import RewardResult, RewardSample
 THUMBNAIL = 240  # pixels of the longer side
 
 _STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8889; }
+:root { color-scheme: light dark; --line: #8884; --soft: #767676; }
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1200px; padding: 0 1rem; }
 h1 { font-size: 1.4rem; margin: 0 0 .2rem; } p { color: var(--soft); margin: 0 0 1.5rem; }
 main { display: grid; grid-template-columns: repeat(auto-fill, minmax(200px, 1fr)); gap: 1rem; }
@@ -47,7 +47,9 @@ def contact_sheet(samples: Sequence[RewardSample], results: Sequence[RewardResul
 _BESIDE = """
 form { margin: 0 0 1rem; } form label { margin-right: 1rem; cursor: pointer; white-space: nowrap; }
 table { width: 100%; border-spacing: 0; font-size: 12px; font-variant-numeric: tabular-nums; } td { padding: .1rem 0; }
-td:nth-child(2) { text-align: right; padding-left: .6rem; } td:nth-child(3) { width: 30%; padding-left: .6rem; }
+main { grid-template-columns: repeat(auto-fill, minmax(230px, 1fr)); } table + div { margin-top: .4rem; }
+td:nth-child(2) { text-align: right; padding-left: .6rem; white-space: nowrap; }
+td:nth-child(3) { width: 18%; padding-left: .6rem; }
 i { display: block; height: 6px; border-radius: 3px; background: #4a7fb5; min-width: 2px; }
 """
 _ORDER = """
