@@ -96,7 +96,13 @@ def main(argv: list[str] | None = None) -> int:
         subprocess.run(["git", "clone", "--quiet", given.source, str(checkout)], check=True, env=env)
         command = first_command(checkout / "README.md")
         print(f"cloned after {time.monotonic() - began:.0f} s; typing: {command}", flush=True)
-        process = subprocess.Popen(["bash", "-c", command], cwd=checkout, env=env, start_new_session=True)
+        process = subprocess.Popen(
+            ["bash", "-c", command],
+            cwd=checkout,
+            env=env,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+        )
         better = wait(checkout, process, began + given.limit_s)
         took = time.monotonic() - began
         if process.poll() is None:

@@ -74,9 +74,12 @@ def check_counts(**counts: int) -> None:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """ " Did you mean 'this'?" for a slip of the pen, or ""."""
+    known = list(known)
     names = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(word.lower(), list(names), n=1)
-    return f" Did you mean {names[near[0]]!r}?" if near else ""
+    near = difflib.get_close_matches(word, known, n=1) or [
+        names[low] for low in difflib.get_close_matches(word.lower(), names, n=1)
+    ]
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def missing_extra(package: str, extra: str, reward: str) -> MissingExtraError:
