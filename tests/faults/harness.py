@@ -232,12 +232,12 @@ def rows_of(run: Path) -> dict[int, dict[str, float]]:
     return kept
 
 
-def find_secret(folder: Path) -> list[str]:
-    """Files under a folder that hold the planted secret."""
+def find_secret(folder: Path, text: str = CANARY) -> list[str]:
+    """Files under a folder that hold the planted secret, or another text."""
     found = []
     for file in folder.rglob("*"):
         try:
-            if file.is_file() and CANARY.encode() in file.read_bytes():
+            if file.is_file() and text.encode() in file.read_bytes():
                 found.append(str(file))
         except OSError:
             continue

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import CANARY, SECRETS
+from harness import CANARY, SECRETS, Run, find_secret
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -276,3 +276,44 @@ def test_secrets_are_in_no_config_error_or_report(tmp_path, monkeypatch, capsys)
     environment = save_environment(tmp_path).read_text()
     for text in (said.out, said.err, repr(reward), str(failed.error), str(refused.value), environment):
         assert CANARY not in text
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("reward.options.headers={note: Bearer VALUE}", "the value of HF_TOKEN"),
+        ("reward.options.api_key=typed-VALUE", "by its name a secret"),
+        ("reward.several.mine={name: shapes, options: {password: [VALUE]}}", "by its name a secret"),
+        ("reward.options.url=http://me:other@127.0.0.1:9/score", "an address with a user name in it"),
+        ("model.path=https://VALUE@127.0.0.1:9/model", "an address with a user name in it"),
+    ],
+)
+def test_a_config_that_holds_a_secret_is_refused_by_its_key(key, told, tmp_path, monkeypatch, capsys):
+    from flowgrpo.cli import APP
+    from ray_trainer.cli import run
+
+    monkeypatch.setenv("HF_TOKEN", CANARY)
+    folder = tmp_path / "run"
+    assert run(APP, [key.replace("VALUE", CANARY), f"trainer.run_dir={folder}"]) == 2
+    said = capsys.readouterr()
+    assert told in said.err
+    assert key.partition("=")[0] in said.err
+    assert CANARY not in said.out + said.err
+    assert "other" not in said.err
+    assert not folder.exists()
+
+
+@pytest.mark.nightly  # with every change, test_report_trackers.py has the libraries alone
+def test_no_tracker_and_no_other_file_of_a_run_is_told_a_secret(start, tmp_path):
+    """Every library for real, offline; the home folder too is searched, where some of them write."""
+    trackers, home = tmp_path / "run" / "trackers", tmp_path / "home"
+    home.mkdir()
+    where = {"HOME": str(home), "WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio")}
+    keys = ["trainer.total_steps=1", "trainer.trackers=[tensorboard,wandb,trackio,mlflow]"]
+    done = Run(start, tmp_path, keys, env=where).program.wait()
+    assert done.code == 0, done.err[-4000:]
+    assert "warning" not in done.out + done.err
+    for folder in (*(trackers / name for name in ("tensorboard", "wandb", "mlruns")), tmp_path / "trackio"):
+        assert find_secret(folder, "jpeg_compressibility"), f"{folder} has no config that this search could read"
+    assert CANARY not in done.out + done.err
+    assert find_secret(tmp_path) == []

@@ -165,6 +165,15 @@ def test_a_failed_run_is_shown_as_failed(run, monkeypatch, failed):
     mlflow._client.set_terminated.assert_called_once_with("id", "FAILED" if failed else "FINISHED")
 
 
+def test_a_password_in_an_address_is_not_repeated(run, monkeypatch):
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{CANARY}@127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(ReportError, match=r"tracker mlflow cannot be opened .*http://…@127.0.0.1:9") as refused:
+        send(run, "mlflow", [1])
+    assert CANARY not in str(refused.value)
+
+
 def test_one_that_cannot_be_opened_is_an_error(run, monkeypatch):
     def refuse(*_):
         raise RuntimeError("no key")

@@ -22,6 +22,7 @@ from .errors import TrainerError
 from .given import check_given
 from .model_folder import check_folder, linear_layers, part_shapes, read_index, size_multiple, transformers
 from .models import locate, spec_class
+from .no_secrets import check_secrets
 from .prompts import Prompt, PromptSampler, check_lengths, load_prompt_sets
 from .resume import check_resume
 from .rules import check_experts, check_rules
@@ -38,6 +39,7 @@ def validate_config(config: RunConfig) -> list[str]:
         TrainerError: the first thing that cannot work, with the key, its value and what to change.
     """
     r, t, d, loss = config.rollout, config.trainer, config.data, config.actor.diffusion_loss
+    check_secrets(to_tree(config))  # before any message that repeats a value
     check_values(RunConfig, to_tree(config))  # `compose` did; a config that was made in Python comes here first
     check_rules(config)
     spec, folder, notes = _check_model(config)

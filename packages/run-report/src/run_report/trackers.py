@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -92,8 +93,7 @@ class Trackers:
             except Exception as error:
                 self.close(failed=True)
                 raise ReportError(
-                    f"tracker {one} cannot be opened ({type(error).__name__}: {' '.join(str(error).split())[:300]}); mend that, or "
-                    "leave it out of trainer.trackers"
+                    f"tracker {one} cannot be opened ({_words(error)}); mend that, or leave it out of trainer.trackers"
                 ) from error
 
     def row(self, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -124,8 +124,13 @@ class Trackers:
                 act(tracker)
             except Exception as error:
                 del self._open[name]
-                said = " ".join(str(error).split())[:300]
-                self.note(f"warning: tracker {name} failed and gets nothing more ({type(error).__name__}: {said})")
+                self.note(f"warning: tracker {name} failed and gets nothing more ({_words(error)})")
+
+
+def _words(error: Exception) -> str:
+    """An error in one line, without the user and password of an address that a library repeats."""
+    said = re.sub(r"//[^/@\s]*@", "//…@", " ".join(str(error).split()))
+    return f"{type(error).__name__}: {said[:300]}"
 
 
 class _TensorBoard:
