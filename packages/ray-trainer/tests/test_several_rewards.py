@@ -115,8 +115,8 @@ def test_shares_are_rounded_by_the_largest_remainder():
 class Pool:
     """A reward pool that scores by a sample's number."""
 
-    def __init__(self, name, options, **_):
-        self.name = name
+    def __init__(self, name, options, **given):
+        self.name, self.given = name, given
 
     async def score_all(self, samples):
         made = {
@@ -132,6 +132,21 @@ class Pool:
 def score(config, monkeypatch):
     monkeypatch.setattr(scoring, "RewardLoopManager", Pool)
     return scoring.Scoring(config, {})
+
+
+def test_a_deadline_and_a_batch_follow_the_frames_of_the_longest_video(make, monkeypatch):
+    given = [
+        "reward.several.right={batch_size: 16, timeout_s: 10, frame_timeout_s: 0.5}",
+        "reward.several.small.batch_size=4",
+    ]
+    frames = ["rollout.pipeline.num_frames=5", "rollout.val_kwargs.pipeline.num_frames=7"]
+
+    def limits(*keys):
+        pools = score(make(*given, *keys), monkeypatch).pools.values()
+        return [(pool.given["timeout_s"], pool.given["batch_size"]) for pool in pools]
+
+    assert limits(*frames) == [(13.5, 2), (120.0, 1)]
+    assert limits() == [(10.5, 16), (120.0, 4)]
 
 
 def ask(made, uids, indices):

@@ -42,7 +42,8 @@ class Scoring:
         self.pools = {name: self._pool(name, reward) for name, reward in self.rewards.items()}
 
     def _pool(self, name: str, reward: NamedReward) -> RewardLoopManager:
-        frames, beside = self.config.rollout.pipeline.num_frames, None
+        drawn = self.config.rollout
+        frames, beside = max(drawn.pipeline.num_frames, drawn.val_kwargs.pipeline.num_frames), None
         if reward.share_trainers_gpus:
             if not self._trainers:
                 raise TrainerError("reward.share_trainers_gpus=true: the trainers have no GPU; set it to false")
