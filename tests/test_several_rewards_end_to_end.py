@@ -8,6 +8,8 @@ import pytest
 import torch
 from flowgrpo.cli import APP
 from ray_trainer.cli import run
+from ray_trainer.scoring import Scoring
+from ray_trainer.workers import ActorRolloutRefWorker
 from safetensors.torch import load_file
 
 MICRO = [
@@ -91,6 +93,22 @@ def test_the_watchdog_warns_goes_back_and_ends_a_run(one_process, metric_rows, t
     saved = [load_file(next(one.glob("weights/*.safetensors"))) for one in kept]
     same = [all(torch.equal(before[name], after[name]) for name in before) for before, after in pairwise(saved)]
     assert same == [False, False, True, True, True]
+
+
+def test_what_shares_the_trainers_cards_leaves_them_before_every_update(one_process, monkeypatch, tmp_path):
+    seen, train = [], ActorRolloutRefWorker.update_actor
+
+    async def leave_gpu(scoring):
+        seen.append("rewards leave")
+
+    def update_actor(worker, *arguments):
+        seen.append("update")
+        return train(worker, *arguments)
+
+    monkeypatch.setattr(Scoring, "leave_gpu", leave_gpu)
+    monkeypatch.setattr(ActorRolloutRefWorker, "update_actor", update_actor)
+    assert run(APP, [*MICRO, f"trainer.run_dir={tmp_path / 'run'}"]) == 0
+    assert seen == ["rewards leave", "update"] * 2
 
 
 def test_the_watchdog_is_silent_in_the_shipped_job(finished_run, metric_rows):

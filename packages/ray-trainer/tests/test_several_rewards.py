@@ -116,7 +116,7 @@ class Pool:
     """A reward pool that scores by a sample's number."""
 
     def __init__(self, name, options, **given):
-        self.name, self.given = name, given
+        self.name, self.given, self.slept = name, given, 0
 
     async def score_all(self, samples):
         made = {
@@ -124,6 +124,9 @@ class Pool:
             "jpeg_compressibility": lambda i: RewardResult(-i),
         }
         return [made[self.name](one.index) if one.index < 9 else RewardResult.failed("E: bad") for one in samples]
+
+    async def sleep(self):
+        self.slept += 1
 
     def shutdown(self):
         pass
@@ -147,6 +150,15 @@ def test_a_deadline_and_a_batch_follow_the_frames_of_the_longest_video(make, mon
 
     assert limits(*frames) == [(13.5, 2), (120.0, 1)]
     assert limits() == [(10.5, 16), (120.0, 4)]
+
+
+def test_those_that_share_the_trainers_cards_are_put_to_sleep_and_no_other(make, monkeypatch):
+    monkeypatch.setattr(scoring, "RewardLoopManager", Pool)
+    config = make("reward.several.right={num_workers: 2, num_gpus: 0.5, share_trainers_gpus: true}")
+    made = scoring.Scoring(config, {}, [("node", "3")])
+    assert made.pools["right"].given["beside"] == [("node", "3")] * 2
+    asyncio.run(made.leave_gpu())
+    assert {name: pool.slept for name, pool in made.pools.items()} == {"right": 1, "small": 0}
 
 
 def ask(made, uids, indices):
