@@ -4,8 +4,8 @@
     uv run apps/dpo-online recipe=offline_dpo data.train_file=pairs/pairs.jsonl
     uv run apps/dpo-online recipe=sft data.train_file=pairs/best.jsonl
 
-`pairs.jsonl` has, of every prompt and round, the best and the worst picture where their scores differ, and `best.jsonl` the best
-one where its score is at least `--good`.
+`pairs.jsonl` has, of every prompt and round, the best picture with the worst, the second best with the second worst and so on, as
+long as their scores differ: no picture is in two pairs. `best.jsonl` has the best one where its score is at least `--good`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from diffusion_losses import make_pairs
 from image_rewards import RewardSample, load
 from omni_rollout import DiffusersBackend, GenerationRequest
 from PIL import Image
@@ -34,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=None, help="only the first so many prompts")
     parser.add_argument("--reward", default="shapes", help="any of image_rewards")
     parser.add_argument(
-        "--samples", type=int, default=8, help="pictures of a prompt and round, of which two are written"
+        "--samples", type=int, default=8, help="pictures of a prompt and round, which make at most half as many pairs"
     )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--size", type=int, default=64, help="pixels, both ways")
@@ -59,18 +57,22 @@ def main(argv: list[str] | None = None) -> int:
         ]  # fmt: skip
         drawn = backend.generate(requests)["responses"].numpy()
         scores = [
-            result.score
+            result.unwrap()
             for result in reward.score(
                 [RewardSample(p, r.prompt, r.metadata, r.uid, r.index) for p, r in zip(drawn, requests, strict=True)]
             )
         ]
-        found = make_pairs(torch.tensor(scores), [request.uid for request in requests])
-        for winner, loser in zip(found.winner.tolist(), found.loser.tolist(), strict=True):
-            row = {"prompt": requests[winner].prompt, "metadata": requests[winner].metadata}
-            names = [_write(given.out, requests[i].request_id, drawn[i]) for i in (winner, loser)]
-            pairs.append({**row, "chosen": names[0], "rejected": names[1]})
-            if scores[winner] >= given.good:
-                best.append({**row, "image": names[0]})
+        for first in range(0, len(requests), given.samples):  # of each prompt
+            row = {"prompt": requests[first].prompt, "metadata": requests[first].metadata}
+            order = sorted(range(first, first + given.samples), key=lambda i: -scores[i])
+            for place, winner in enumerate(order[: given.samples // 2]):
+                loser = order[-1 - place]
+                if scores[winner] == scores[loser]:
+                    break
+                names = [_write(given.out, requests[i].request_id, drawn[i]) for i in (winner, loser)]
+                pairs.append({**row, "chosen": names[0], "rejected": names[1]})
+                if not place and scores[winner] >= given.good:
+                    best.append({**row, "image": names[0]})
         print(f"round {turn + 1}: mean score {sum(scores) / len(scores):.3f}, {len(pairs)} pairs so far", flush=True)
     for name, rows in (("pairs", pairs), ("best", best)):
         (given.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
