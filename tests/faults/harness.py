@@ -186,8 +186,8 @@ class Cluster:
         self.join()
 
     def _node(self, *options: str) -> str:
-        ray = Path(sys.executable).parent / "ray"
-        command = [ray, "start", "--block", "--disable-usage-stats", "--object-store-memory=100000000", *options]
+        ray = [sys.executable, "-m", "ray.scripts.scripts"]
+        command = [*ray, "start", "--block", "--disable-usage-stats", "--object-store-memory=100000000", *options]
         log = self.folder / f"node{len(self.nodes)}.log"
         with log.open("w") as out:
             self.nodes.append(subprocess.Popen(command, env=self.environment, stdout=out, stderr=out, text=True))

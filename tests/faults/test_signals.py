@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 
 import pytest
 from harness import Fault, Run
@@ -26,6 +27,24 @@ def test_while_loading_it_ends_at_once(start, tmp_path, number):
     done = run.program.wait(200)
     assert done.code == 130, done.err[-3000:]
     assert "stopped at once" in done.err
+    assert done.left_over == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_while_an_engine_loads_it_ends_at_once(start, tmp_path, number):
+    pytest.importorskip("vllm_omni")
+    run = Run(start, tmp_path, ["rollout.backend=vllm_omni"])
+    run.program.until(lambda: run.processes("engine"), 400)
+    time.sleep(3)  # it loads for half a minute
+    run.program.signal(number)
+    asked = time.monotonic()
+    done = run.program.wait(200)
+    assert done.code == 130, done.err[-3000:]
+    assert time.monotonic() - asked < 60
+    assert "stopped at once" in done.err
+    assert not (run.run / "config.yaml").exists()  # nothing had begun
     assert done.left_over == []
 
 

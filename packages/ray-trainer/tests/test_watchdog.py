@@ -29,7 +29,7 @@ def run(rows, config=None):
     dog, found = Watchdog(config or WatchdogConfig()), []
     for step, row in enumerate(rows, 1):
         found += [(step, broken.name) for broken in dog.look(step, row)]
-        dog.rows.append({"step": step, **row})
+        dog.remember(row)
     return found
 
 

@@ -421,7 +421,7 @@ class RayDiffusionTrainer(ABC):
 
     def _append(self, step: int, metrics: Metrics) -> None:
         self.trackers.row(step, self.writer.append(step, metrics))
-        self.watchdog.rows.append({"step": step, **metrics})
+        self.watchdog.remember(metrics)
         assert self.live is not None
         self.live.update(step, self._progress.shown(metrics))
 

@@ -8,8 +8,9 @@ before the rule was broken. `docs/metrics.md` says what each rule means for a pe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from statistics import fmean, median
 
 from .config import WatchdogConfig, WatchRule
@@ -22,6 +23,26 @@ LAST = 20
 """Steps before this one whose median gradient norm is what is usual."""
 MOST_RETURNS = 3
 """How often a run goes back before it ends: a rule that is broken again and again needs other settings."""
+
+
+@dataclass
+class Values:
+    """Of one metric, in the rows before: its first values, the last ones, and how many there were."""
+
+    first: list[float] = field(default_factory=list)
+    last: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        """The next."""
+        if self.count < FIRST:
+            self.first.append(value)
+        self.last.append(value)
+        self.count += 1
+
+
+History = Mapping[str, Values]
+"""Of each metric; a run of any length has the same size here."""
 
 
 @dataclass(frozen=True)
@@ -43,26 +64,32 @@ class Watchdog:
         rows: of the steps before, when a run goes on: what was broken then counts.
     """
 
-    def __init__(self, config: WatchdogConfig, rows: Sequence[Row] = ()):
-        self.config, self.rows, self.returns = config, list[Row](), 0
+    def __init__(self, config: WatchdogConfig, rows: Iterable[Row] = ()):
+        self.config, self.returns = config, 0
+        self._before = defaultdict[str, Values](Values)
         self._broken: dict[str, int] = {}  # steps in a row
         for row in rows:
             self.look(int(row["step"]), row)
             if "watchdog/went_back_to" in row:
                 self.went_back()
-            self.rows.append(row)
+            self.remember(row)
+
+    def remember(self, row: Row) -> None:
+        """A row that is done, with its validation: later ones are measured against it."""
+        for name, value in row.items():
+            self._before[name].add(value)
 
     def look(self, step: int, metrics: Row) -> list[Broken]:
         """The rules that have been broken for as many steps as they allow, once for each time that it happens.
 
         Args:
             step: done.
-            metrics: of this step, without its validation; those before are in `rows`, which the caller extends.
+            metrics: of this step, without its validation; the caller then gives the whole row to `remember`.
         """
         found = []
         for name, (measure, above, words) in RULES.items():
             rule: WatchRule = getattr(self.config, name)
-            value = None if rule.action == "off" else measure(metrics, self.rows, self.config)
+            value = None if rule.action == "off" else measure(metrics, self._before, self.config)
             bad = value is not None and not (value <= rule.bound if above else value >= rule.bound)  # NaN is bad
             self._broken[name] = self._broken.get(name, 0) + 1 if bad else 0
             if value is not None and self._broken[name] == rule.steps:
@@ -85,27 +112,27 @@ def check_held_out(config: WatchdogConfig, validation: Row) -> None:
             raise TrainerError(f"trainer.watchdog.held_out names {name!r}, and validation has {', '.join(known)}")
 
 
-def _flat(now: Row, _: Sequence[Row], __: WatchdogConfig) -> float | None:
+def _flat(now: Row, _: History, __: WatchdogConfig) -> float | None:
     if now.get("advantages/groups"):
         return now["advantages/equal_groups"] / now["advantages/groups"]
     return float(now["pairs/pairs"] == 0) if "pairs/pairs" in now else None
 
 
-def _ratio(now: Row, _: Sequence[Row], __: WatchdogConfig) -> float | None:
+def _ratio(now: Row, _: History, __: WatchdogConfig) -> float | None:
     if "actor/ratio_max" not in now:
         return None
     low = now.get("actor/ratio_min", 1.0)
     return max(now["actor/ratio_max"], 1 / low if low > 0 else math.inf)
 
 
-def _gradient(now: Row, rows: Sequence[Row], _: WatchdogConfig) -> float | None:
-    before = [row["actor/grad_norm"] for row in rows[-LAST:] if row.get("actor/grad_norm", 0) > 0]
-    return now["actor/grad_norm"] / median(before) if "actor/grad_norm" in now and len(before) >= FIRST else None
+def _gradient(now: Row, before: History, _: WatchdogConfig) -> float | None:
+    usual = [norm for norm in before["actor/grad_norm"].last if norm > 0] if "actor/grad_norm" in before else []
+    return now["actor/grad_norm"] / median(usual) if "actor/grad_norm" in now and len(usual) >= FIRST else None
 
 
 def _against_first(key: str, compare: Callable[[float, float], float]) -> Callable[..., float | None]:
-    def measure(now: Row, rows: Sequence[Row], _: WatchdogConfig) -> float | None:
-        first = [row[key] for row in rows if key in row][:FIRST]
+    def measure(now: Row, before: History, _: WatchdogConfig) -> float | None:
+        first = before[key].first if key in before else []
         if key not in now or len(first) < FIRST or fmean(first) <= 0:
             return None
         return compare(now[key], fmean(first))
@@ -113,22 +140,23 @@ def _against_first(key: str, compare: Callable[[float, float], float]) -> Callab
     return measure
 
 
-def _hacking(_: Row, rows: Sequence[Row], config: WatchdogConfig) -> float | None:
+def _hacking(_: Row, before: History, config: WatchdogConfig) -> float | None:
     """How many standard errors the worst held-out measure has fallen since the first validation, while the reward rose."""
-    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    validations = [row for row in rows if "val/reward_mean" in row]
-    if len(rewards) < 2 * FIRST or len(validations) < 2 or fmean(rewards[-FIRST:]) <= fmean(rewards[:FIRST]):
+    rewards, validations = before.get("reward/mean"), before.get("val/reward_mean")
+    if rewards is None or rewards.count < 2 * FIRST or validations is None or validations.count < 2:
         return None
-    falls = []
-    for name in config.held_out:
-        keys = f"val/{name}_mean", f"val/{name}_stderr"
-        first, last = validations[0], validations[-1]
-        (old, old_error), (new, new_error) = ([row.get(key, math.nan) for key in keys] for row in (first, last))
-        falls.append((old - new) / max(math.hypot(old_error, new_error), 1e-9))
+    if fmean([*rewards.last][-FIRST:]) <= fmean(rewards.first):
+        return None
+    held = [(before.get(f"val/{name}_mean"), before.get(f"val/{name}_stderr")) for name in config.held_out]
+    falls = [
+        (mean.first[0] - mean.last[-1]) / max(math.hypot(error.first[0], error.last[-1]), 1e-9)
+        for mean, error in held
+        if mean and error
+    ]
     return max((fall for fall in falls if math.isfinite(fall)), default=None)
 
 
-RULES: dict[str, tuple[Callable[[Row, Sequence[Row], WatchdogConfig], float | None], bool, str]] = {
+RULES: dict[str, tuple[Callable[[Row, History, WatchdogConfig], float | None], bool, str]] = {
     "flat_groups": (_flat, True, "{value:.0%} of the prompts have samples of one reward, which teach nothing"),
     "ratio": (_ratio, True, "a policy ratio is {value:.3g} away from 1"),
     "kl": (lambda now, _, __: now.get("actor/kl_loss"), True, "the KL to the base model is {value:.3g}"),
