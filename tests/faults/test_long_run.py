@@ -1,6 +1,7 @@
 """2,000 steps of one run: memory, descriptors and threads of every process stay flat, and shared memory and temporary files too."""
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -60,7 +61,9 @@ def table(looks):
                 series.setdefault((name, what), []).append((step, value))
     whole = max(map(len, series.values()), default=0)  # Ray's idle processes come and go
     return {
-        key: (points[0][1], points[-1][1], growth(points)) for key, points in series.items() if len(points) > whole / 2
+        key: (points[0][1], points[-1][1], growth(points))
+        for key, points in series.items()
+        if len(points) > max(whole / 2, 1)
     }
 
 
@@ -70,24 +73,33 @@ def test_nothing_grows_in_2000_steps(start, tmp_path):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     run = Run(start, tmp_path, LONG, env={"TMPDIR": str(temporary)})
-    process, looks, first, done = run.program.process, [], None, None
+    process, looks, times = run.program.process, [], []
     driver, metrics, end = psutil.Process(process.pid), run.run / "metrics.jsonl", time.monotonic() + DEADLINE_S
-    while done is None:
-        run.program.watch()
-        try:
-            done = process.communicate(timeout=0.5)  # reads all that it says, so that it never waits for a full pipe
-        except subprocess.TimeoutExpired:
-            assert time.monotonic() < end, looks[-1:]
-            step = last_step(metrics)
-            if step and step >= (looks[-1][0] if looks else 0) + EVERY:
-                looks.append((step, look(driver, [temporary, *Path("/tmp").glob(f"drl-{process.pid}-*")])))
-                first = first or (step, time.monotonic())
-                seconds = (time.monotonic() - first[1]) / max(step - first[0], 1)
-    assert process.returncode == 0, done[1][-3000:]
-    found = table(looks)
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    rows = [[*key, *values] for key, values in sorted(found.items())]
-    (FOLDER / "long_run.json").write_text(json.dumps({"seconds_a_step": seconds, "rows": rows, "looks": looks}))
+    try:
+        while True:
+            run.program.watch()
+            try:
+                _, err = process.communicate(
+                    timeout=0.5
+                )  # reads all that it says, so that it never waits for a full pipe
+                break
+            except subprocess.TimeoutExpired:
+                assert time.monotonic() < end, looks[-1:]
+                step = last_step(metrics)
+                if step >= (looks[-1][0] if looks else 0) + EVERY:
+                    looks.append((step, look(driver, [temporary, *Path("/tmp").glob(f"drl-{process.pid}-*")])))
+                    times.append(time.monotonic())
+    finally:
+        found = table(looks)
+        pace = (times[-1] - times[0]) / (looks[-1][0] - looks[0][0]) if len(looks) > 1 else math.nan
+        told = {
+            "seconds_a_step": pace,
+            "rows": [[*key, *values] for key, values in sorted(found.items())],
+            "looks": looks,
+        }
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        (FOLDER / "long_run.json").write_text(json.dumps(told))
+    assert process.returncode == 0, err[-3000:]
     assert {"driver", "all"} < {name for name, _ in found}
     assert {key: values for key, values in found.items() if values[2] > LIMITS[key[1]]} == {}
 
