@@ -19,6 +19,13 @@ def pytest_terminal_summary(terminalreporter):
         if file.exists() and any(part in getattr(one, "nodeid", "") for one in ran):
             terminalreporter.section(name.replace("_", " "))
             tell(terminalreporter, json.loads(file.read_text()))
+    told = [one for one in ran if getattr(one, "user_properties", None) and one.when == "call"]
+    if told:
+        terminalreporter.section("figures")
+    for one in told:
+        terminalreporter.write_line(one.nodeid.rpartition("::")[2])
+        for name, value in one.user_properties:
+            terminalreporter.write_line(f"    {name}: {value}")
 
 
 def long_run(terminalreporter, found):

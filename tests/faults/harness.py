@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -160,10 +161,14 @@ class Service:
         command = [sys.executable, "-m", "image_rewards", "serve", "--reward", self.reward, "--port", str(self.port)]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
+        self.said: list[str] = []
         while line := self.process.stderr.readline():
+            self.said.append(line)
             if "is served on" in line:
+                # Read on: who writes into a full pipe stands still.
+                threading.Thread(target=self.said.extend, args=(self.process.stderr,), daemon=True).start()
                 return
-        raise AssertionError("the scorer did not start")
+        raise AssertionError("".join(self.said))
 
     def stop(self) -> None:
         """kill -9."""

@@ -42,6 +42,7 @@ def create_app(reward: Reward, *, token: str = "", limits: Limits | None = None)
     try:
         from fastapi import FastAPI, Request, Response
         from fastapi.responses import JSONResponse, PlainTextResponse
+        from starlette.requests import ClientDisconnect
     except ImportError as error:
         raise missing_extra("fastapi", "server", "the scorer service") from error
 
@@ -75,6 +76,8 @@ def create_app(reward: Reward, *, token: str = "", limits: Limits | None = None)
                         raise _RefusedError(400, f"the body is longer than its Content-Length of {size}.")
         except TimeoutError as error:
             raise _RefusedError(408, f"{len(body)} of {size} bytes came in {limits.timeout_s} s.") from error
+        except ClientDisconnect as error:  # nobody reads this; it is counted
+            raise _RefusedError(499, f"the client left after {len(body)} of {size} bytes.") from error
         if len(body) != size:
             raise _RefusedError(400, f"the body ends after {len(body)} of {size} bytes.")
         return bytes(body)

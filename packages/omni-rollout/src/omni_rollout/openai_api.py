@@ -55,6 +55,7 @@ def create_app(draw: Draw, pipeline: DiffusionPipelineConfig, model: str = "poli
     try:
         from fastapi import FastAPI, Request
         from fastapi.responses import JSONResponse
+        from starlette.requests import ClientDisconnect
     except ImportError as error:
         raise MissingExtraError(f"the image route needs FastAPI: {_INSTALL}") from error
     app, numbers = FastAPI(title="omni-rollout"), itertools.count()
@@ -77,6 +78,8 @@ def create_app(draw: Draw, pipeline: DiffusionPipelineConfig, model: str = "poli
             status = 400 if isinstance(error, RolloutConfigError) else 503
             kind = "invalid_request_error" if status == 400 else "server_error"
             return JSONResponse({"error": {"message": str(error), "type": kind}}, status_code=status)
+        except ClientDisconnect:  # nobody reads the answer
+            return JSONResponse({}, status_code=499)
         ignored = [name for name in _IGNORED if body.get(name) is not None]
         note = {"note": f"ignored, without a meaning here: {', '.join(ignored)}"} if ignored else {}
         return JSONResponse({"created": int(time.time()), "data": data, **note})
