@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import image_rewards.loop
 import numpy as np
+import omni_rollout.edit_loop
 import psutil
 import pytest
 import ray
@@ -29,6 +30,7 @@ from flowgrpo.trainer import RayFlowGRPOTrainer
 from image_rewards import RewardResult
 from image_rewards.loop import RewardLoopWorker
 from omni_rollout.errors import ReplicaError
+from omni_rollout.kept import with_latents
 from omni_rollout.remote import Remote
 from omni_rollout.replica import DiffusersReplica
 from omni_rollout.router import Router
@@ -52,8 +54,10 @@ ELEMENTS = 8192
 
 
 def row(request):
-    """A sample whose numbers tell which it is."""
-    value = float(int(request.uid.rpartition("/")[2]) * 1000 + request.index)
+    """A sample whose numbers tell which it is, and whether it began from another one's."""
+    start = getattr(request, "init_latents", None)
+    number = lambda: float(int(request.uid.rpartition("/")[2]) * 1000 + request.index)  # noqa: E731
+    value = number() if start is None else float(start[-1]) + 0.5
     data = {"responses": torch.full((3, 8, 8), 7, dtype=torch.uint8), "final_latents": torch.full((ELEMENTS,), value)}
     data |= {"latents": data["final_latents"].expand(2, -1), "next_latents": data["final_latents"].expand(2, -1)}
     data |= {"step_index": torch.tensor([0, 1]), "sigmas": torch.linspace(1, 0, 7), "std": torch.ones(2)}
@@ -71,8 +75,8 @@ class Drawn:
     def generate(self, requests):
         return stacked([row(request) for request in requests])
 
-    def draw(self, requests, owners=()):
-        return parted(requests, self.generate(requests), owners)
+    def draw(self, requests, owners=(), *latents):
+        return parted(requests, self.generate(with_latents(requests, latents)), owners)
 
 
 class Logical(Worker):
@@ -83,7 +87,7 @@ class Logical(Worker):
         self.forms, self.taken = [], []
         self.engine = SimpleNamespace(eval_mode=nullcontext)
         self.trainer = SimpleNamespace(train_mini_batch=self.train, compute_log_prob=self.score)
-        self.rows = Store(("latents", "next_latents", "step_index", "sigmas", "rollout_log_probs"))
+        self.rows = Store(("latents", "next_latents", "step_index", "sigmas", "rollout_log_probs", "final_latents"))
 
     def seen(self, data):
         """What decides how often the engine's ranks meet in a call."""
@@ -487,6 +491,21 @@ def test_the_driver_moves_little_of_a_sample_whatever_the_number_of_workers(prog
     assert (both[64] - both[1]) * 1024 <= 63 * 4000, found
     twice = measured(program(8, 2048, engines), steps=1)
     assert twice["sent"] + twice["received"] <= 1.05 * both[8], (twice, found)
+
+
+@pytest.mark.parametrize("engines", [0, 4])
+def test_what_an_edit_begins_from_goes_from_worker_to_worker(program, monkeypatch, engines):
+    """Half of the samples are edited: the clean latents of the first turn are 32,768 bytes a sample."""
+    monkeypatch.setattr(omni_rollout.edit_loop, "GOOD_ENOUGH", 15.0)  # the reward is 7 more than the index
+    loop = ["rollout.agent.default_agent_loop=diffusion_judge_edit_agent", "rollout.agent.num_turns=2"]
+    found = {}
+    for workers in (1, 8):
+        made = program(workers, 256, engines, *loop)
+        found[workers] = measured(made, steps=1)
+        assert found[workers]["sent"] + found[workers]["received"] <= 2000, found
+        trained = [latent for rank in made.group.call(Logical.what_was_trained) for _, latent, _ in rank]
+        values = [1000.0 * prompt + index + (0.5 if index < 8 else 0) for prompt in range(16) for index in range(16)]
+        assert sorted(trained) == values  # each edit began from its own first turn
 
 
 def test_what_the_driver_does_in_a_step_of_4096_samples(program):

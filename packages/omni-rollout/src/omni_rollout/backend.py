@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
 from lora_sync import WeightBucket, WeightReceipt
 from torch import Tensor
 
@@ -50,8 +51,11 @@ class RolloutBackend(Protocol):
         """Their samples, in order; see `samples` for the keys. Raises `LifecycleError` unless the backend is ready."""
         ...
 
-    def draw(self, requests: Sequence[GenerationRequest], owners: Sequence[int] = ()) -> tuple[Any, ...]:
-        """The same in parts, see `samples.parted`: a caller in another process need not fetch all of them."""
+    def draw(
+        self, requests: Sequence[GenerationRequest], owners: Sequence[int] = (), *latents: np.ndarray
+    ) -> tuple[Any, ...]:
+        """The same in parts, see `samples.parted`: a caller in another process need not fetch all of them, nor hold the latents
+        that the requests begin from, see `kept.by_number`."""
         ...
 
     def update_lora(self, payload: Any, adapter: str = "default") -> Any:
@@ -108,6 +112,6 @@ class BackendClient:
             places = list(range(start, min(start + self.batch_size, len(requests))))
             yield places, await asyncio.to_thread(self.backend.generate, [requests[place] for place in places])
 
-    async def final_latents(self, samples: TensorDict) -> Tensor:
+    async def final_latents(self, samples: TensorDict) -> Sequence[Tensor]:
         """See `loop_base.Client`."""
-        return samples["final_latents"]
+        return list(samples["final_latents"])

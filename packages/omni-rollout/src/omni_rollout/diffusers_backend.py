@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from lora_sync import WeightBucket, WeightReceipt, stream_weights
 from lora_sync.transport import Link
@@ -25,6 +26,7 @@ from .batching import plan_batches
 from .counting import counted_rows
 from .errors import AbortedError, RolloutConfigError, SyncError
 from .fp8 import fp8_weights
+from .kept import with_latents
 from .lifecycle import Lifecycle
 from .module_weights import AdapterContext, ModuleWeights
 from .noise import clean_latents, generators_of, start_noise
@@ -129,9 +131,11 @@ class DiffusersBackend:
                     self._running -= ids
                     self._aborted -= ids
 
-    def draw(self, requests: Sequence[GenerationRequest], owners: Sequence[int] = ()) -> tuple[Any, ...]:
-        """See `samples.parted`."""
-        return parted(requests, self.generate(requests), owners)
+    def draw(
+        self, requests: Sequence[GenerationRequest], owners: Sequence[int] = (), *latents: np.ndarray
+    ) -> tuple[Any, ...]:
+        """See `samples.parted`, and for the latents `kept.by_number`."""
+        return parted(requests, self.generate(with_latents(requests, latents)), owners)
 
     def clean(self, pixels: Sequence[Tensor]) -> list[Tensor]:
         """Clean latents [...] fp32 of pictures or videos of one size, uint8 [3, H, W] or [T, 3, H, W] each."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .errors import RolloutConfigError
+from .kept import Kept
 from .loop_base import DiffusionAgentLoop
 from .samples import Chunk, pictures_of
 from .types import GenerationRequest
@@ -68,12 +69,12 @@ class DiffusionJudgeEditAgentLoop(DiffusionAgentLoop):
         return [score for score, _, _ in await self.reward([request for _, request in members], pictures_of(samples))]
 
 
-def edited(request: GenerationRequest, latents: Tensor, turn: int) -> GenerationRequest:
+def edited(request: GenerationRequest, latents: Tensor | Kept, turn: int) -> GenerationRequest:
     """The request of an edit: half of the noise, a window of the same length behind it, noise of its own.
 
     Args:
         request: of the first turn.
-        latents: clean latents […] of the picture to edit.
+        latents: clean latents […] of the picture to edit, or where they lie.
     """
     settings = request.settings
     steps, size = settings.num_inference_steps, len(settings.window)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .config import DiffusionRolloutConfig
+from .kept import Kept
 from .samples import Chunk
 from .types import GenerationRequest
 
@@ -31,8 +32,8 @@ class Client(Protocol):
         """
         ...
 
-    async def final_latents(self, samples: TensorDict) -> Tensor:
-        """[b, …] of samples that it drew."""
+    async def final_latents(self, samples: TensorDict) -> Sequence[Tensor | Kept]:
+        """Clean latents […] of samples that it drew, or where they lie: for requests that begin from them."""
         ...
 
 

@@ -9,6 +9,7 @@ from sde_samplers import initial_noise, sample_generator
 from torch import Tensor
 
 from .errors import RolloutConfigError
+from .kept import Kept
 from .types import GenerationRequest
 
 
@@ -36,9 +37,9 @@ def start_noise(
     return noise
 
 
-def clean_latents(given: Tensor | None, shape: torch.Size | tuple[int, ...]) -> Tensor:
+def clean_latents(given: Tensor | Kept | None, shape: torch.Size | tuple[int, ...]) -> Tensor:
     """Latents […] of the picture that an edit begins from, fp32. Raises `RolloutConfigError` when they do not fit."""
-    if given is None or tuple(given.shape) != tuple(shape):
-        size = None if given is None else tuple(given.shape)
+    size = tuple(given.shape) if isinstance(given, Tensor) else None
+    if not isinstance(given, Tensor) or size != tuple(shape):
         raise RolloutConfigError(f"init_latents {size} do not fit: this size of picture needs {tuple(shape)}.")
     return given.float()

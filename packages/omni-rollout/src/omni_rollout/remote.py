@@ -71,9 +71,14 @@ class Remote:
 
     async def aside(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """`call` that does not queue behind the actor's work."""
+        return await self._answer(self.submit_aside(method, *args, **kwargs))
+
+    def submit_aside(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> ObjectRef[R]:
+        """`submit` that does not queue behind the actor's work."""
         remote = getattr(self.actor, method.__name__)
         remote = remote if self.asynchronous else remote.options(concurrency_group=ASIDE)
-        return await self._answer(remote.remote(*args, **kwargs))
+        reference: ObjectRef[R] = remote.remote(*args, **kwargs)
+        return reference
 
     async def _answer(self, reference: Any) -> Any:
         try:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .backend import Health, RolloutBackend
 from .errors import ReplicaDeadError, RolloutConfigError
+from .kept import by_number
 from .remote import Remote
 from .types import GenerationRequest
 
@@ -51,7 +52,8 @@ class Replica(ABC):
     ) -> tuple[dict[str, np.ndarray], Any, dict[int, Any]]:
         """The same, of which only the facts come here: (facts, reference to the pictures, each owner's to its `Rows`)."""
         known = sorted(set(owners))
-        parts = await self.backend.parts(RolloutBackend.draw, requests, owners, returns=2 + len(known))
+        bare, latents = by_number(requests)
+        parts = await self.backend.parts(RolloutBackend.draw, bare, owners, *latents, returns=2 + len(known))
         return parts[0], parts[1], dict(zip(known, parts[2:], strict=True))
 
     async def update_lora(self, payload: Any, adapter: str = "default") -> Any:

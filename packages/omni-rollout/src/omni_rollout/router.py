@@ -110,9 +110,9 @@ class Router:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def final_latents(self, samples: TensorDict) -> Tensor:
+    async def final_latents(self, samples: TensorDict) -> Sequence[Tensor]:
         """See `loop_base.Client`."""
-        return samples["final_latents"]
+        return list(samples["final_latents"])
 
     def _send(self, place: int, batch: list[GenerationRequest], owners: Sequence[int] | None) -> asyncio.Task[Any]:
         replica = self.replicas[place]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sde_samplers.settings import SamplerSettings
 
 from .errors import RolloutConfigError
+from .kept import Kept
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,8 +40,9 @@ class GenerationRequest:
     """Return window latents and prompt embeddings; without it only the picture and the final latents come back."""
     return_means: bool = False
     """Return the means of the window's transitions too: losses that compare means need no second forward for the old ones."""
-    init_latents: Tensor | None = None
-    """Clean latents [...] to start from instead of pure noise (an edit turn), where `settings.start_step` is above 0."""
+    init_latents: Tensor | Kept | None = None
+    """Clean latents [...] to start from instead of pure noise (an edit turn), where `settings.start_step` is above 0; or where
+    they lie."""
 
     def __post_init__(self) -> None:
         if self.settings.guided and self.negative_prompt is None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from diffusion_losses import numbers, pool_statistics
 from fsdp_diffusers_engine.batch import mini_batches
+from omni_rollout.kept import Kept, by_number
 from omni_rollout.remote import ASIDE, Remote
 from omni_rollout.types import GenerationRequest
 from tensordict import TensorDict
@@ -121,7 +122,8 @@ class WorkerGroup:
 
         Every forward pass of a sharded module gathers shards from all ranks: each must be asked as often as the others.
         """
-        answers = [worker.parts(Worker.generate, requests, returns=2) for worker in self.of_rank(rank)]
+        bare, latents = by_number(requests)
+        answers = [worker.parts(Worker.generate, bare, *latents, returns=2) for worker in self.of_rank(rank)]
         facts, pictures = (await asyncio.gather(*answers))[0]
         return facts, pictures
 
@@ -166,13 +168,15 @@ class WorkerGroup:
         files = [str(_rows_file(folder, rank)) for rank in range(self.ranks) for _ in self.of_rank(rank)]
         self._ray.get([w.submit(Worker.load_rows, file) for w, file in zip(self.workers, files, strict=True)])
 
-    async def final_latents(self, batch: TensorDict) -> torch.Tensor:
-        """[b, …] of rows that are kept: for agent loops, which then send them on."""
+    def final_latents(self, batch: TensorDict) -> list[Kept]:
+        """Where the clean latents of rows that are kept lie: for agent loops, whose requests begin from them."""
         owners, slots = batch["owner"].tolist(), batch["slot"].tolist()
-        asked = [
-            self.of_rank(owner)[0].aside(Worker.final_latents, slot) for owner, slot in zip(owners, slots, strict=True)
-        ]
-        return torch.stack(await asyncio.gather(*asked))
+        found: dict[int, Kept] = {}
+        for owner in set(owners):
+            mine = [place for place, one in enumerate(owners) if one == owner]
+            latents = self.of_rank(owner)[0].submit_aside(Worker.final_latents, [slots[place] for place in mine])
+            found |= {place: Kept(latents, row) for row, place in enumerate(mine)}
+        return [found[place] for place in range(len(owners))]
 
     async def abort(self, request_ids: Sequence[str]) -> int:
         """Cancel requests in flight on every worker that lives.

@@ -24,12 +24,12 @@ from lora_sync import verify
 from omni_rollout.agent_loop import DiffusionAgentLoopWorker, Drawn
 from omni_rollout.config import DiffusionPipelineConfig
 from omni_rollout.fleet import Fleet
+from omni_rollout.kept import Kept
 from omni_rollout.samples import Chunk, column
 from omni_rollout.sampling import resolve_settings
 from omni_rollout.types import GenerationRequest
 from run_report import estimate
 from tensordict import TensorDict
-from torch import Tensor
 
 from .config import RunConfig
 from .machines import fetch_everywhere, machines
@@ -166,8 +166,8 @@ class Sampler(Protocol):
         """Draw all of them; see `omni_rollout.loop_base.Client`."""
         ...
 
-    async def final_latents(self, samples: TensorDict) -> Tensor:
-        """[b, …] of samples that it drew for training."""
+    async def final_latents(self, samples: TensorDict) -> Sequence[Kept]:
+        """Of samples that it drew; see `omni_rollout.loop_base.Client`."""
         ...
 
     def faults(self) -> Metrics:
@@ -240,9 +240,9 @@ class HybridSampler:
                 await self.workers.abort(waiting)
             await asyncio.gather(*places, return_exceptions=True)
 
-    async def final_latents(self, samples: TensorDict) -> Tensor:
-        """Of rows that the workers keep."""
-        return await self.workers.final_latents(samples)
+    async def final_latents(self, samples: TensorDict) -> Sequence[Kept]:
+        """Of rows that the workers keep, from whom whoever draws the edit gets them."""
+        return self.workers.final_latents(samples)
 
     def faults(self) -> Metrics:
         """None is mended here: a worker that fails ends the run."""
@@ -302,9 +302,9 @@ class FleetSampler:
                 facts["slot"] = slots
             yield places, chunk(facts, pictures, owners.tolist())
 
-    async def final_latents(self, samples: TensorDict) -> Tensor:
-        """Of rows that the workers keep."""
-        return await self.workers.final_latents(samples)
+    async def final_latents(self, samples: TensorDict) -> Sequence[Kept]:
+        """Of rows that the workers keep, from whom whoever draws the edit gets them."""
+        return self.workers.final_latents(samples)
 
     def faults(self) -> Metrics:
         """See `Router.metrics`."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from fsdp_diffusers_engine.config import DREW
+from omni_rollout.kept import with_latents
 from omni_rollout.samples import Rows, parted
 from omni_rollout.types import GenerationRequest
 
@@ -117,14 +118,19 @@ class ActorRolloutRefWorker:
 
     # ---- rollout and rows ------------------------------------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], *latents: np.ndarray
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Draw samples and keep those that are for training, or that an agent loop may go on from.
+
+        Args:
+            requests: of one kind; those of edits begin from `latents`, see `omni_rollout.kept.by_number`.
 
         Returns:
             `omni_rollout.samples.FACTS` and, where they are kept, the rows' `slot` here, [b] each; pictures uint8 [b, …].
         """
         with self.engine.eval_mode():
-            facts, pictures, rows = parted(requests, self.backend.generate(requests))
+            facts, pictures, rows = parted(requests, self.backend.generate(with_latents(requests, latents)))
         if requests[0].return_trajectory or self.config.goes_on:
             facts["slot"] = np.array(self.rows.keep(rows))
         return facts, pictures
@@ -141,9 +147,9 @@ class ActorRolloutRefWorker:
         """Rows, for a worker that shall train them."""
         return self.rows.rows(slots)
 
-    def final_latents(self, slot: int) -> torch.Tensor:
-        """Of one row."""
-        return self.rows.rows([slot]).tensors["final_latents"][0].clone()
+    def final_latents(self, slots: Sequence[int]) -> np.ndarray:
+        """[b, …] of rows."""
+        return self.rows.rows(slots).tensors["final_latents"].numpy()
 
     def forget(self) -> None:
         """Drop all rows: the next step begins."""

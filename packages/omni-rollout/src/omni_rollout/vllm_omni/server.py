@@ -15,12 +15,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from lora_sync import stream_weights
 from torch import Tensor
 
 from ..backend import Health
 from ..config import DiffusionRolloutConfig
 from ..errors import LifecycleError, ReplicaDeadError, ReplicaError, RolloutConfigError
+from ..kept import with_latents
 from ..lifecycle import Lifecycle
 from ..openai_api import ImageServer
 from ..samples import parted, stacked
@@ -112,9 +114,11 @@ class vLLMOmniHttpServer:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
 
-    async def draw(self, requests: Sequence[GenerationRequest], owners: Sequence[int] = ()) -> tuple[Any, ...]:
-        """See `samples.parted`."""
-        return parted(requests, await self.generate(requests), owners)
+    async def draw(
+        self, requests: Sequence[GenerationRequest], owners: Sequence[int] = (), *latents: np.ndarray
+    ) -> tuple[Any, ...]:
+        """See `samples.parted`, and for the latents `kept.by_number`."""
+        return parted(requests, await self.generate(with_latents(requests, latents)), owners)
 
     async def _draw(self, request: GenerationRequest) -> dict[str, Tensor]:
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams
