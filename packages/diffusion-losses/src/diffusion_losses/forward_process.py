@@ -36,7 +36,7 @@ from .errors import LossError, unknown_name
 from .kl import velocity_kl
 from .preference import denoising_error, regression_target
 from .reduction import element_loss
-from .surrogates import clip_shares, clipped_surrogate, trajectory_log_ratio
+from .surrogates import clip_shares, clipped_surrogate, on_policy, trajectory_log_ratio
 from .types import ElementLoss, Metrics
 
 _AWM_FLOOR = 1e-10
@@ -254,7 +254,7 @@ def awm_loss(config: DiffusionLossConfig, model_output: Source, data: Source) ->
     means = {
         "actor/pg_loss": policy,
         "actor/ppo_kl": -step_log_ratio,
-        "actor/on_policy": (step_log_ratio == 0).float(),
+        "actor/on_policy": on_policy(step_log_ratio),
         **clip_shares(log_ratio, config.clip_ratio),
         "actor/awm_log_prob": log_probs,
     }

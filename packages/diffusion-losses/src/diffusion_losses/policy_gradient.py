@@ -45,6 +45,7 @@ from .surrogates import (
     divergence_keep,
     guard_log_ratio,
     noise_scale_weights,
+    on_policy,
     safe_exp,
     trajectory_log_ratio,
 )
@@ -236,7 +237,7 @@ def _finish(
     means: Metrics = {
         "actor/pg_loss": policy,
         "actor/ppo_kl": -steps.log_ratio,
-        "actor/on_policy": (steps.log_ratio == 0).float(),  # 1: every ratio is exactly 1, as before the first update
+        "actor/on_policy": on_policy(steps.log_ratio),
         **(clip_shares(log_ratio, config.clip_ratio) if clip else {}),
         **(extra or {}),
     }

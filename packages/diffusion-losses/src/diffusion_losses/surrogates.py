@@ -19,6 +19,8 @@ from .types import Metrics
 # exp(20) is already far outside any trust region; beyond it fp32 overflows and the backward pass turns 0 * inf into
 # NaN.
 LOG_RATIO_LIMIT = 20.0
+ROUNDING = 1e-6
+"""What fp32 may add to a log-ratio: log-probs are of the order of 1, where its spacing is 1.2e-7."""
 
 
 def safe_exp(log_ratio: Tensor) -> Tensor:
@@ -54,6 +56,12 @@ def clip_shares(log_ratio: Tensor, clip_ratio: float) -> Metrics:
     low, high = outside_clip(log_ratio, clip_ratio)
     shares = {"actor/pg_clipfrac": low | high, "actor/pg_clipfrac_higher": high, "actor/pg_clipfrac_lower": low}
     return {name: share.float() for name, share in shares.items()}
+
+
+def on_policy(log_ratio: Tensor) -> Tensor:
+    """1 where the ratio is 1 but for rounding, as all are before the first update. Rounding depends on the batch's shape, so
+    that a count of ratios that are 1 to the bit would differ with the number of ranks."""
+    return (log_ratio.detach().abs() <= ROUNDING).float()
 
 
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_ratio: float, *, space: str = "log_ratio") -> Tensor:

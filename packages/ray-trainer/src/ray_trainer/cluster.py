@@ -164,7 +164,7 @@ def _check_cluster(address: str) -> None:
     lines = [line.strip() for line in said.splitlines() if "Error" in line] or ["no answer"]
     raise TrainerError(
         f"no Ray cluster answers at ray.address={address!r} within {time.monotonic() - began:.0f} s ({lines[-1][:200]}); start one "
-        "with `ray start --head`, or leave ray.address (and RAY_ADDRESS) empty to run on this machine"
+        "with `uv run ray start --head`, or leave ray.address (and RAY_ADDRESS) empty to run on this machine"
     )
 
 
