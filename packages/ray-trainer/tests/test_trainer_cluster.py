@@ -8,13 +8,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
-from ray_trainer import cluster
-from ray_trainer.config import RayConfig
+import ray
+from ray_trainer import cluster, group
+from ray_trainer.config import RayConfig, compose
 from ray_trainer.errors import TrainerError
+
+TINY = Path(str(files("flowgrpo"))) / "recipes" / "tiny_flow_grpo.yaml"
 
 SESSION = """
 import sys
@@ -27,6 +32,9 @@ try:
         with ray_session(RayConfig(address=sys.argv[1], num_cpus=2, object_store_mb=80)):
             import ray
             print("answer", ray.get(ray.remote(lambda: 6 * 7).remote()), flush=True)
+            look = lambda: sorted(f"{k}={v}" for k, v in __import__("os").environ.items() if v.startswith("mark-"))
+            for variable in ray.get(ray.remote(look).remote()):
+                print(variable, flush=True)
 except TrainerError as error:
     print(error, file=sys.stderr)
     raise SystemExit(2)
@@ -117,6 +125,52 @@ def test_a_cluster_with_a_token_is_joined_from_where_the_token_is(head, tmp_path
     assert (code, out) == (0, "answer 42\n"), err
     code, out, err, _ = session(tmp_path, address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="5e" * 32)
     assert (code, out) == (0, "answer 42\n"), err
+
+
+def test_a_joined_clusters_processes_get_the_variables_of_the_list_and_no_others(head, tmp_path):
+    named = (
+        "HF_HOME",
+        "NCCL_IB_HCA",
+        "GLOO_SOCKET_IFNAME",
+        "WANDB_MODE",
+        "https_proxy",
+        "HTTPS_PROXY",
+        "OPENAI_API_KEY",
+    )
+    given = {name: f"mark-{place}" for place, name in enumerate(named)}
+    home, address = head
+    code, out, err, _ = session(home, address, AWS_SECRET_ACCESS_KEY="mark-no", GITHUB_TOKEN="mark-no", **given)
+    assert code == 0, err
+    assert out.splitlines()[1:] == sorted(f"{name}={value}" for name, value in given.items())
+
+
+def test_one_process_of_each_machine_fetches_the_model_before_all_of_them_load_it(monkeypatch):
+    """Five processes on three machines; they meet at the first one's."""
+    asked, config = [], compose("flowgrpo", TINY, ["trainer.num_workers=5"])
+    nodes, placed = ["a", "a", "b", "c", "c"], SimpleNamespace(sharding="replicate")
+    gang = SimpleNamespace(nodes=nodes, machines=[], strategy=lambda rank: nodes[rank], release=lambda: None)
+
+    def handle(config, rank, world_size):
+        def submit(method, *arguments):
+            asked.append((method.__name__, rank, arguments))
+            return 1.0
+
+        return SimpleNamespace(submit=submit)
+
+    monkeypatch.setattr(group, "reserve", lambda config, cpus: (gang, False))
+    monkeypatch.setattr(group, "place", lambda config, machines, needs, card: placed)
+    monkeypatch.setattr(group, "Remote", lambda actor, name: actor)
+    options = SimpleNamespace(options=lambda scheduling_strategy: SimpleNamespace(remote=handle))
+    monkeypatch.setattr(ray, "remote", lambda **needs: lambda kind: options)
+    monkeypatch.setattr(ray, "get", lambda references: references)
+    group.WorkerGroup(config)
+    assert [rank for name, rank, _ in asked if name == "needs"] == [0, 2, 3]
+    assert [rank for name, rank, _ in asked if name == "meeting_point"] == [0]
+    order = [name for name, _, _ in asked]
+    assert order.index("init_model") > max(place for place, name in enumerate(order) if name == "needs")
+    assert [(rank, arguments) for name, rank, arguments in asked if name == "init_model"] == [
+        (rank, (1.0, placed)) for rank in range(5)
+    ]
 
 
 def test_a_missing_token_is_said(head, tmp_path):
