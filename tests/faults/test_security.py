@@ -303,6 +303,17 @@ def test_a_config_that_holds_a_secret_is_refused_by_its_key(key, told, tmp_path,
     assert not folder.exists()
 
 
+def test_where_a_secret_lies_and_what_its_variable_is_called_may_stand_in_a_config(tmp_path, monkeypatch, capsys):
+    from flowgrpo.cli import APP
+    from ray_trainer.cli import run
+
+    monkeypatch.setenv("SOME_KEY", str(tmp_path))
+    monkeypatch.setenv("IMAGE_REWARDS_TOKEN", CANARY)
+    served = "reward={name: http, options: {url: 'http://127.0.0.1:9/score', token_env: IMAGE_REWARDS_TOKEN}}"
+    assert run(APP, [served, f"trainer.run_dir={tmp_path / 'run'}", "--dry-run"]) == 0
+    assert CANARY not in capsys.readouterr().out
+
+
 @pytest.mark.nightly  # with every change, test_report_trackers.py has the libraries alone
 def test_no_tracker_and_no_other_file_of_a_run_is_told_a_secret(start, tmp_path):
     """Every library for real, offline; the home folder too is searched, where some of them write."""

@@ -109,6 +109,8 @@ def read_wandb(run):
         for record in wandb_records(file):
             if record.WhichOneof("record_type") == "run":
                 ids.add(record.run.run_id)
+                config = {item.key: json.loads(item.value_json) for item in record.run.config.update}
+                assert config["trainer"] == {"seed": 3}
             items = {"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
             pictures += any(key.split("/")[0] == "samples" for key in items)
             if "reward/mean" in items:

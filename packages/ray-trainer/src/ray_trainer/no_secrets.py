@@ -19,7 +19,8 @@ SHORTEST = 8
 def check_secrets(tree: Any) -> None:
     """Raise `TrainerError` where a config's tree holds what looks like a secret, by its key and never its value: a key named so, an
     address with a user name in it, or the value of an environment variable named so (a shell had put it there)."""
-    known = {name: value for name, value in os.environ.items() if _VARIABLES.search(name) and len(value) >= SHORTEST}
+    named = {name: value for name, value in os.environ.items() if _VARIABLES.search(name) and len(value) >= SHORTEST}
+    known = {name: value for name, value in named.items() if not os.path.exists(value)}  # the place of one is none
     for key, text in _texts(tree):
         found = [name for name, value in known.items() if value in text]
         if _NAMES.search(key.rpartition(".")[2]) and text:
