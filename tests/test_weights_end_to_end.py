@@ -102,9 +102,10 @@ def test_sharded_weights_in_mixed_precision(start, metric_rows, tmp_path):
 
 
 @pytest.mark.nightly  # with every change, test_own_parts_end_to_end.py sends merged weights to an engine
-def test_merged_weights_in_a_real_engine(start, metric_rows, tmp_path):
+@pytest.mark.parametrize("trained", [["model.lora.merge=true"], FULL], ids=["merged", "full"])
+def test_all_weights_in_a_real_engine(start, metric_rows, tmp_path, trained):
     folder = tmp_path / "run"
-    arguments = [*MICRO, "recipe=tiny_flow_grpo", "model.lora.merge=true", "rollout.backend=vllm_omni"]
+    arguments = [*MICRO, *trained, "recipe=tiny_flow_grpo", "rollout.backend=vllm_omni"]
     ran(start("flowgrpo", *arguments, f"trainer.run_dir={folder}").wait(timeout=290))
     for row in metric_rows(folder)[1:]:
         assert row["sync/tensors_bound"] == WEIGHTS
