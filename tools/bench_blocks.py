@@ -331,12 +331,18 @@ def precision(small: bool, report: Report) -> None:
 
 
 @contextlib.contextmanager
-def complex_rotation() -> Iterator[None]:
-    """Rotary embedding by complex numbers, which the compiler leaves out."""
+def rotation_by_halves() -> Iterator[None]:
+    """Rotary embedding by both halves of the pairs, which become tensors of their own."""
+    import torch
     from diffusers.models.transformers import transformer_qwenimage as module
 
+    def by_halves(x: Any, freqs: Any) -> Any:
+        cos, sin = torch.view_as_real(freqs).unsqueeze(1).unbind(-1)
+        a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).type_as(x)
+
     kept = module.ROPE_PER_DEVICE["cuda"]
-    module.ROPE_PER_DEVICE["cuda"] = lambda x, freqs: module.apply_rotary_emb_qwen(x, freqs, use_real=False)
+    module.ROPE_PER_DEVICE["cuda"] = by_halves
     try:
         yield
     finally:
@@ -392,62 +398,6 @@ def fa4_attention() -> Iterator[None]:
         restore_flash_attention_impl()
 
 
-class Shared:
-    """The A of layers that are given the same input, as one product."""
-
-    def __init__(self, layers: list[Any]) -> None:
-        self.layers = layers
-        self.seen: Any = None
-        self.low: Any = ()
-
-    def of(self, place: int, x: Any, name: str) -> Any:
-        """`A x` of one layer, computed with that of the others by the first that asks."""
-        import torch
-        import torch.nn.functional as F
-
-        if place == 0:
-            a = torch.cat([layer.lora_A[name].weight.to(x.dtype) for layer in self.layers])
-            self.low = F.linear(x, a).chunk(len(self.layers), dim=-1)
-        low = self.low[place]
-        if place == len(self.layers) - 1:
-            self.low = ()
-        return low
-
-
-@contextlib.contextmanager
-def one_product_for_a(engine: Any) -> Iterator[None]:
-    """A of q, k and v as one product."""
-    import torch.nn.functional as F
-    from fsdp_diffusers_engine.adapted_linear import AdaptedLinear
-
-    class Fused(AdaptedLinear):
-        shared: Any
-        place: int
-
-        def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-            y: Any = self.base_layer(x)
-            for name in self.active_adapters:
-                b: Any = self.lora_B[name].weight
-                y = y + F.linear(self.shared.of(self.place, x, name) * self.scaling[name], b.to(x.dtype))
-            return y
-
-    changed = []
-    for block in engine.blocks:
-        for names in (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")):
-            layers = [getattr(block.attn, name) for name in names]
-            shared = Shared(layers)
-            for place, layer in enumerate(layers):
-                layer.__class__, layer.place = Fused, place
-                object.__setattr__(layer, "shared", shared)
-            changed += layers
-    try:
-        yield
-    finally:
-        for layer in changed:
-            layer.__class__ = AdaptedLinear
-            del layer.shared, layer.place
-
-
 @contextlib.contextmanager
 def gelu_inside(engine: Any) -> Iterator[None]:
     """The MLP's first product and its GELU as one kernel of cuBLAS: forward alone."""
@@ -480,6 +430,37 @@ def gelu_inside(engine: Any) -> Iterator[None]:
 def no_adapter(engine: Any) -> Any:
     """What the adapter costs at most."""
     return engine.use_adapter("reference")
+
+
+def products(small: bool, report: Report) -> None:
+    """The products of a block's layers, 16 rows: in bf16, with GELU inside, in fp8 with a scale a row and with one in all."""
+    import torch
+    import torch.nn.functional as F
+    from omni_rollout.fp8 import rounded
+
+    rows, dtype = (64, torch.bfloat16) if small else (16 * 1024, torch.bfloat16)
+    for width, out in ((64, 64),) if small else ((3072, 3072), (3072, 12288), (12288, 3072)):
+        x, w = (torch.randn(n, width, device=device(), dtype=dtype) for n in (rows, out))
+        bias = torch.randn(out, device=device(), dtype=dtype)
+        low, scale = rounded(x)
+        wide, scales = rounded(w)
+        one = torch.ones((), device=device())
+        kinds: dict[str, Callable[[], Any]] = {
+            "bf16": partial(F.linear, x, w, bias),
+            "bf16, then GELU": lambda x=x, w=w, bias=bias: F.gelu(F.linear(x, w, bias), approximate="tanh"),
+            "bf16, GELU inside": partial(torch._addmm_activation, bias, x, w.t(), use_gelu=True),
+        }
+        for fast in () if CPU else (True, False):
+            options: dict[str, Any] = {"bias": bias, "out_dtype": dtype, "use_fast_accum": fast}
+            kinds[f"fp8, a scale a row, fast sum {fast}"] = partial(
+                torch._scaled_mm, low, wide.t(), scale, scales.t(), **options
+            )
+            kinds[f"fp8, one scale, fast sum {fast}"] = partial(torch._scaled_mm, low, wide.t(), one, one, **options)
+        rates = {
+            name: 2e-11 * rows * width * out / timed(lambda c=call: [c() for _ in range(10)])[0]
+            for name, call in kinds.items()
+        }  # type: ignore[misc]
+        report(f"products, {width} to {out}", tflops_of={name: round(rate, 4) for name, rate in rates.items()})
 
 
 def changes(small: bool, report: Report) -> None:
@@ -531,21 +512,25 @@ def changes(small: bool, report: Report) -> None:
     with report.section("profile"):
         profile(report, "forward", lambda: _without_gradient(engine, given))
         profile(report, "update", lambda: gradient(engine, few))
-    variant("on: A of q, k, v as one product", lambda: one_product_for_a(engine))
-    variant("on: GELU inside the product, forward", lambda: gelu_inside(engine), backward=False)
+    with report.section("products"):
+        products(small, report)
+    variant("off: rotation in one kernel", rotation_by_halves)
     if not CPU:
         variant("on: fp8 weights, forward", lambda: fp8_weights(engine.module), backward=False, exact=0.3)
+        with report.section("profile in fp8"), fp8_weights(engine.module):
+            profile(report, "fp8 forward", lambda: _without_gradient(engine, given))
+    variant("no adapter, forward", lambda: no_adapter(engine), backward=False, exact=9.0)
+    variant("on: GELU inside the product, forward", lambda: gelu_inside(engine), backward=False)
+    if not CPU:
+        variant("on: coordinate descent tuning", lambda: inductor.patch(coordinate_descent_tuning=True), 60)
         variant("on: static shapes", lambda: dynamo.patch(automatic_dynamic_shapes=False))
         variant("on: FlashAttention 4", fa4_attention, optional=True)
-        variant("on: coordinate descent tuning", lambda: inductor.patch(coordinate_descent_tuning=True), 60)
-    variant("off: rotation without complex numbers", complex_rotation)
     variant("off: scale on the small tensor", lambda: scale_on_the_output(engine))
     if not CPU:
         variant("on: torch's flash attention", flash_attention)
         with report.section("off: compiling", 20) as go, uncompiled(engine):
             if go:
                 measure("off: compiling")
-    variant("no adapter, forward", lambda: no_adapter(engine), backward=False, exact=9.0)
 
 
 def _without_gradient(engine: Any, given: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ others, and within a part a section that fails does not stop the next. Results a
     changes    each change off and on, on 12 blocks of full width; where the kernels' time goes
     precision  gradients of the blocks as they are and compiled, each against the same network in fp32
     plain      stock diffusers: eager, fp32 adapter under autocast, all blocks recomputed
+    rollouts   the trainer's own rollout: as it is, in fp8, its adapter merged into the weights, both
     trainer    the trainer's own rollout, log-prob replay and update; it also scores the engine's samples
     engine     vLLM-Omni: pictures with and without the adapter, whole batches or one by one, sync, sleep, wake
     engine_attention, engine_fp8   the same engine with other attention kernels, and with fp8 weights
@@ -39,7 +40,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ DEADLINES = {
     "changes": 285,
     "precision": 120,
     "plain": 120,
+    "rollouts": 285,
     "trainer": 285,
     "engine": 285,
     "engine_attention": 285,
@@ -436,60 +438,111 @@ def build_engine(size: Size, folder: Path, **options: Any) -> Any:
     return engine
 
 
+@dataclass
+class Own:
+    """The trainer's engine and the backend that samples with its weights."""
+
+    size: Size
+    engine: Any
+    backend: Any
+    report: Report
+    rounds: Iterator[int]
+
+    @classmethod
+    def build(cls, size: Size, folder: Path, report: Report) -> Own:
+        """Random weights, an adapter that is not zero."""
+        import torch
+        from lora_sync import apply_lora
+        from omni_rollout.diffusers_backend import DiffusersBackend
+
+        start = now()
+        engine = build_engine(size, folder)
+        report("start", seconds=now() - start, weights_gb=peak_gb())
+        apply_lora(engine.module, make_payload(size, folder, 3), "default")
+        spec, dtype = engine.spec, torch.float32 if CPU else torch.bfloat16
+        parts = (
+            spec.load_encoder(folder, dtype, device()),
+            spec.load_vae(folder, dtype, device()),
+            spec.load_scheduler(folder),
+        )
+        backend = DiffusersBackend(
+            spec, engine.module, *parts, max_batch_size=size.batch, device=device(), adapter_ctx=engine.use_adapter
+        )
+        return cls(size, engine, backend, report, iter(range(1, 1000)))
+
+    def replay(self, samples: Any) -> Any:
+        """The trainer's log-probs of samples."""
+        from fsdp_diffusers_engine import gather_outputs
+
+        with self.engine.eval_mode():
+            return gather_outputs(self.engine.forward_backward_batch(samples, None, forward_only=True))[
+                "log_probs"
+            ].cpu()
+
+    def floor(self, samples: Any, most: float = 5e-3) -> dict[str, Any]:
+        """How far the trainer's log-probs are from those of who drew; the share of the samples that corrected weights leave."""
+        off = (
+            self.replay(training_batch(samples, self.size, samples["rollout_log_probs"])) - samples["rollout_log_probs"]
+        )
+        weights = off.double().exp()
+        return {
+            "largest_log_prob_gap": float(off.abs().max()),
+            "mean_log_prob_gap": float(off.abs().mean()),
+            "effective_share": float(weights.sum() ** 2 / weights.square().sum() / weights.numel()),
+            "good": bool(off.abs().max() < most),
+        }
+
+    def rollout(self, what: str) -> Any:
+        """Draw a batch twice and report the second; its samples."""
+
+        def draw() -> tuple[Any, float]:
+            start = now()
+            with self.engine.eval_mode():
+                samples = self.backend.generate(requests(self.size, self.size.batch, next(self.rounds)))
+            return samples, now() - start
+
+        _, first = draw()
+        before = dict(self.backend.health().seconds)
+        samples, seconds = draw()
+        phases = {f"{k}_s": v - before[k] for k, v in self.backend.health().seconds.items() if k != "sync"}
+        phases["others_s"] = seconds - sum(phases.values())
+        speed = {"images_per_s": self.size.batch / seconds, "first_s": first, "seconds": seconds}
+        self.report(what, **speed, **phases, peak_gb=peak_gb())
+        return samples
+
+
+def rollouts(size: Size, folder: Path, report: Report) -> None:
+    """The trainer's own rollout in each way that there is, and how far its log-probs are from the trainer's."""
+    own = Own.build(size, folder, report)
+    for fp8, merged in ((False, False), (True, False), (True, True), (False, True)):
+        what = f"rollout{', fp8' if fp8 else ''}{', adapter merged' if merged else ''}"
+        with report.section(what, 40) as go:
+            if not go or (CPU and fp8):
+                continue
+            if merged:
+                own.engine.model_config.lora.merge = True
+                named, _ = own.engine.get_per_tensor_param(layered_summon=True, adapter_name="default")
+                start = now()
+                own.backend.hold_weights(named, next(own.rounds), fold=True)
+                report(f"merging{', fp8' if fp8 else ''}", seconds=now() - start)
+            own.backend.fp8 = fp8
+            samples = own.rollout(what)
+            report(f"log-prob floor, {what}", **own.floor(samples, 0.1 if fp8 or merged else 5e-3))
+            own.backend._weights._folded.clear()
+
+
 def trainer(size: Size, folder: Path, report: Report) -> None:
     """The trainer's own rollout, replay and update on one set of weights."""
     import torch
     from diffusion_losses import DiffusionLossConfig
-    from fsdp_diffusers_engine import DiffusionLoss, gather_outputs
+    from fsdp_diffusers_engine import DiffusionLoss
     from lora_sync import apply_lora
-    from omni_rollout.diffusers_backend import DiffusersBackend
 
-    start = now()
-    engine = build_engine(size, folder)
-    report("start", seconds=now() - start, weights_gb=peak_gb())
-    apply_lora(engine.module, make_payload(size, folder, 3), "default")
-    spec, dtype = engine.spec, torch.float32 if CPU else torch.bfloat16
-    parts = (
-        spec.load_encoder(folder, dtype, device()),
-        spec.load_vae(folder, dtype, device()),
-        spec.load_scheduler(folder),
-    )
-    backend = DiffusersBackend(
-        spec, engine.module, *parts, max_batch_size=size.batch, device=device(), adapter_ctx=engine.use_adapter
-    )
-    rounds = iter(range(1, 1000))
-
-    def replay(samples: Any) -> Any:
-        with engine.eval_mode():
-            return gather_outputs(engine.forward_backward_batch(samples, None, forward_only=True))["log_probs"].cpu()
-
-    def floor(samples: Any, most: float = 5e-3) -> dict[str, Any]:
-        gap = (replay(samples) - samples["rollout_log_probs"]).abs()
-        return {
-            "largest_log_prob_gap": float(gap.max()),
-            "mean_log_prob_gap": float(gap.mean()),
-            "good": bool(gap.max() < most),
-        }
-
-    def rollout(what: str, count: int = size.batch, repeat: int = 1) -> Any:
-        kept: list[Any] = []
-
-        def draw() -> None:
-            with engine.eval_mode():
-                kept[:] = [backend.generate(requests(size, count, next(rounds)))]
-
-        seconds, first = timed(draw, repeat)
-        before, start = dict(backend.health().seconds), now()
-        draw()
-        whole = now() - start
-        phases = {f"{k}_s": v - before[k] for k, v in backend.health().seconds.items() if k != "sync"}
-        phases["others_s"] = whole - sum(phases.values())
-        report(what, images_per_s=count / seconds, first_s=first, seconds=seconds, **phases, peak_gb=peak_gb())
-        return kept[0]
-
+    own = Own.build(size, folder, report)
+    engine, replay, rollout, floor = own.engine, own.replay, own.rollout, own.floor
     samples = rollout("rollout")
     data = training_batch(samples, size, samples["rollout_log_probs"])
-    report("log-prob floor of the own rollout", **floor(data))
+    report("log-prob floor of the own rollout", **floor(samples))
     seconds, _ = timed(lambda: replay(data), 1)
     texts = samples["prompt_embeds"].shape[1], samples["negative_prompt_embeds"].shape[1]
     work = 2 * sum(tflop(size, folder, len(samples), text) for text in texts)  # two trained steps
@@ -537,16 +590,7 @@ def trainer(size: Size, folder: Path, report: Report) -> None:
             from tensordict import TensorDict
 
             theirs = TensorDict(torch.load(file)["samples"], batch_size=[2 * size.batch])[: size.batch]
-            scored = training_batch(theirs, size, theirs["rollout_log_probs"])
-            report(f"log-prob floor of the engine's rollout{name}", **floor(scored, 0.1 if "fp8" in name else 5e-3))
-    with report.section("rollout, fp8", 45) as go:
-        if go and not CPU:
-            backend.fp8 = True
-            drawn = rollout("rollout, fp8")
-            backend.fp8 = False
-            report(
-                "log-prob floor of the rollout in fp8", **floor(training_batch(drawn, size, drawn["rollout_log_probs"]))
-            )
+            report(f"log-prob floor of the engine's rollout{name}", **floor(theirs, 0.1 if "fp8" in name else 5e-3))
     with report.section("update, all recomputed", 60) as go:
         if go:
             update("update, all recomputed", recompute=len(engine.blocks), repeat=1)
