@@ -456,11 +456,11 @@ def products(small: bool, report: Report) -> None:
                 torch._scaled_mm, low, wide.t(), scale, scales.t(), **options
             )
             kinds[f"fp8, one scale, fast sum {fast}"] = partial(torch._scaled_mm, low, wide.t(), one, one, **options)
-        rates = {
-            name: 2e-11 * rows * width * out / timed(lambda c=call: [c() for _ in range(10)])[0]
-            for name, call in kinds.items()
-        }  # type: ignore[misc]
-        report(f"products, {width} to {out}", tflops_of={name: round(rate, 4) for name, rate in rates.items()})
+        rates = dict[str, float]()
+        for name, call in kinds.items():
+            seconds, _ = timed(lambda call=call: [call() for _ in range(10)])  # type: ignore[misc]
+            rates[name] = round(2e-11 * rows * width * out / seconds, 3)
+        report(f"products, {width} to {out}", tflops_of=rates)
 
 
 def changes(small: bool, report: Report) -> None:
