@@ -331,25 +331,6 @@ def precision(small: bool, report: Report) -> None:
 
 
 @contextlib.contextmanager
-def rotation_by_halves() -> Iterator[None]:
-    """Rotary embedding by both halves of the pairs, which become tensors of their own."""
-    import torch
-    from diffusers.models.transformers import transformer_qwenimage as module
-
-    def by_halves(x: Any, freqs: Any) -> Any:
-        cos, sin = torch.view_as_real(freqs).unsqueeze(1).unbind(-1)
-        a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-        return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).type_as(x)
-
-    kept = module.ROPE_PER_DEVICE["cuda"]
-    module.ROPE_PER_DEVICE["cuda"] = by_halves
-    try:
-        yield
-    finally:
-        module.ROPE_PER_DEVICE["cuda"] = kept
-
-
-@contextlib.contextmanager
 def scale_on_the_output(engine: Any) -> Iterator[None]:
     """The adapter's scale on what B gives."""
     import torch.nn.functional as F
@@ -514,7 +495,6 @@ def changes(small: bool, report: Report) -> None:
         profile(report, "update", lambda: gradient(engine, few))
     with report.section("products"):
         products(small, report)
-    variant("off: rotation in one kernel", rotation_by_halves)
     if not CPU:
         variant("on: fp8 weights, forward", lambda: fp8_weights(engine.module), backward=False, exact=0.3)
         with report.section("profile in fp8"), fp8_weights(engine.module):

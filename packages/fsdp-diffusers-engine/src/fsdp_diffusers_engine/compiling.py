@@ -58,14 +58,9 @@ def _rotate_without_complex_numbers() -> None:
 def rotated(x: Tensor, freqs: Tensor) -> Tensor:
     """Pairs of neighbouring channels turned as complex numbers, by real arithmetic in fp32.
 
-    A channel's neighbour is read by its place, and no half of the pairs becomes a tensor of its own: so the compiler makes one
-    kernel of it, together with the norm before and the joining of text and image after it.
-
     Args:
         x: [B, S, H, D]. freqs: unit complex numbers [S, D/2].
     """
     cos, sin = torch.view_as_real(freqs).unsqueeze(1).unbind(-1)  # [S, 1, D/2]
-    own, other = torch.stack([cos, cos], dim=-1).flatten(-2), torch.stack([-sin, sin], dim=-1).flatten(-2)
-    wide = x.float()
-    neighbour = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return (wide * own + neighbour * other).type_as(x)
+    real, imaginary = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1).flatten(-2).type_as(x)
