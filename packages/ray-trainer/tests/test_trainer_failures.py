@@ -134,6 +134,20 @@ def test_what_is_not_memory():
     lost = "The process is killed by SIGKILL by OOM killer due to high memory usage, or ray stop --force is called"
     assert not is_out_of_memory(RuntimeError(lost))  # Ray guesses this for every worker that dies
     assert words(Rude()) == "Rude"
+
+
+def test_of_a_traceback_in_the_message_the_error_is_told_and_not_the_advice_after_it():
+    frame = '  File "engine.py", line 239, in update\n    return self.run(data)\n           ^^^^^^^^^^^^^^\n'
+    advice = "\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace.\n"
+    inner = (
+        f"Traceback (most recent call last):\n{frame}torch._inductor.exc.InductorError: TypeError: CantSplit{advice}"
+    )
+    outer = f"\n\nThe above exception was the direct cause …\n\nTraceback (most recent call last):\n{frame}"
+    told = "RuntimeError: torch._inductor.exc.InductorError: TypeError: CantSplit"
+    assert words(RuntimeError(inner)) == told
+    assert words(RuntimeError(f"{inner}{outer}RankError: update failed on rank 0: {inner}")) == told
+    several = f"Traceback (most recent call last):\n{frame}ValueError: 3 words\nin two lines"
+    assert words(RuntimeError(several)) == "RuntimeError: ValueError: 3 words in two lines"
     assert words(ray_made_a_string_of_it()) == "RuntimeError: Broken: the worker's own words"
     loop_of_causes = ValueError("round")
     loop_of_causes.cause = loop_of_causes

@@ -117,16 +117,30 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def words(error: BaseException) -> str:
-    """Type and message of the first cause in one line; of a traceback in the message its last line."""
+    """Type and message of the first cause in one line; of a traceback in the message its error."""
     cause = first_cause(error)
     try:
-        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+        lines = str(cause).splitlines()
     except Exception:
         lines = []
-    if any(line.startswith("Traceback (most recent call last)") for line in lines):
-        lines = lines[-1:]
-    text = " ".join(lines)
+    if any(_TRACEBACK in line for line in lines):
+        lines = _raised(lines)
+    text = " ".join(line.strip() for line in lines if line.strip())
     return f"{type(cause).__name__}: {text[:800]}{' …' if len(text) > 800 else ''}" if text else type(cause).__name__
+
+
+_TRACEBACK = "Traceback (most recent call last)"
+
+
+def _raised(lines: list[str]) -> list[str]:
+    """The error that the last traceback in a text ends with. What follows after an empty line is advice, such as a compiler's."""
+    raised, inside = lines[-1:], False
+    for number, line in enumerate(lines):
+        if inside and line[:1].strip():  # the frames are indented
+            end = next((n for n in range(number, len(lines)) if not lines[n].strip()), len(lines))
+            raised, inside = lines[number:end], False
+        inside = inside or _TRACEBACK in line
+    return raised
 
 
 def is_out_of_memory(error: BaseException) -> bool:
