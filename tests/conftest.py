@@ -117,7 +117,8 @@ class Hosted:
                 text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
             )
-        start = time.monotonic()
+            self.process.stdout.readline()  # Ray is there
+        start, before = time.monotonic(), self._processes()
         self.process.stdin.write(json.dumps([app, arguments]) + "\n")
         self.process.stdin.flush()
         if not select.select([self.process.stdout], [], [], timeout)[0]:
@@ -125,16 +126,17 @@ class Hosted:
             raise subprocess.TimeoutExpired(app, timeout)
         code, out, err = json.loads(self.process.stdout.readline())
         seconds = time.monotonic() - start
-        _, alive = psutil.wait_procs(self._actors(), timeout=10)
+        deadline = time.monotonic() + 10
+        while (alive := self._processes() - before) and time.monotonic() < deadline:
+            time.sleep(0.1)
         return Finished(code, out, err, seconds, [str(p) for p in alive])
 
-    def _actors(self):
-        """Actors; beside them Ray has agents, and idle processes for the next."""
+    def _processes(self):
+        """All that it started; but not Ray's agents, and processes that it keeps for the next actor."""
         found = set()
         for one in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                name = one.name()
-                found |= {one} if name.startswith("ray::") and not name.endswith(("IDLE", "Agent")) else set()
+                found |= set() if one.name().endswith(("IDLE", "Agent")) else {one}
         return found
 
     def close(self):

@@ -1,4 +1,7 @@
-"""Programs one after the other in one process with one Ray, as `conftest.Hosted` asks: a line of JSON for each, and one back."""
+"""Programs one after the other in one process with one Ray, as `conftest.Hosted` asks.
+
+A line when Ray is there; then a line of JSON for each program, and one back.
+"""
 
 import importlib
 import io
@@ -14,6 +17,7 @@ from ray_trainer.cli import run  # noqa: E402
 from ray_trainer.config import RayConfig  # noqa: E402
 
 with ray_session(RayConfig()):
+    print("ready", flush=True)
     for line in sys.stdin:
         app, arguments = json.loads(line)
         out, err = io.StringIO(), io.StringIO()

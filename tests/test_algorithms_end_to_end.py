@@ -23,10 +23,10 @@ def test_flow_grpo_spends_no_forward_too_many(finished_run, metric_rows):
     assert {row["forwards/per_sample"] for row in metric_rows(folder)[1:]} == {10.0}
 
 
-def test_vllm_omni_draws_the_same_and_trains_the_same(finished_run, start, small, metric_rows, tmp_path):
+def test_vllm_omni_draws_the_same_and_trains_the_same(finished_run, hosted, small, metric_rows, tmp_path):
     reference, _ = finished_run
     folder = tmp_path / "run"
-    done = start("flowgrpo", *small, "rollout.backend=vllm_omni", f"trainer.run_dir={folder}").wait(timeout=290)
+    done = hosted("flowgrpo", *small, "rollout.backend=vllm_omni", f"trainer.run_dir={folder}", timeout=290)
     assert done.code == 0, done.err[-4000:]
     assert done.left_over == []
     ours, theirs = metric_rows(folder), metric_rows(reference)

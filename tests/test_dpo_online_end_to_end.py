@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 
-def test_it_runs_and_counts_its_pairs(start, small, metric_rows, tmp_path):
+def test_it_runs_and_counts_its_pairs(hosted, small, metric_rows, tmp_path):
     folder = tmp_path / "run"
-    done = start("dpo-online", *small, "trainer.total_steps=2", f"trainer.run_dir={folder}").wait()
+    done = hosted("dpo-online", *small, "trainer.total_steps=2", f"trainer.run_dir={folder}")
     assert done.code == 0, done.err[-4000:]
     assert done.left_over == []
     table = metric_rows(folder)
