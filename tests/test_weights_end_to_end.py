@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
+from flowgrpo.cli import APP
 from lora_sync import base_weights
 from lora_sync.checksum import module_sum, value_sum
 from omni_rollout.errors import SyncError
+from ray_trainer.cli import run
 from ray_trainer.commands.export import adapter_of
 from ray_trainer.config import compose
 from ray_trainer.errors import TrainerError
@@ -36,11 +38,11 @@ def ran(done):
     return done
 
 
-def test_full_weights_with_an_average_are_exported_and_go_on(hosted, metric_rows, tmp_path):
+def test_full_weights_with_an_average_are_exported_and_go_on(one_process, metric_rows, tmp_path, capsys):
     folder, again = tmp_path / "run", tmp_path / "again"
     arguments = ["recipe=tiny_flow_grpo", *MICRO, *FULL, *EMA]
-    done = ran(hosted("flowgrpo", *arguments, f"trainer.run_dir={folder}"))
-    assert "all weights, validated as its average" in done.out
+    assert run(APP, [*arguments, f"trainer.run_dir={folder}"]) == 0
+    assert "all weights, validated as its average" in capsys.readouterr().out
     table = metric_rows(folder)
     for row in table[1:]:
         assert row["sync/tensors_bound"] == WEIGHTS
@@ -57,7 +59,7 @@ def test_full_weights_with_an_average_are_exported_and_go_on(hosted, metric_rows
 
     shutil.copytree(folder, again)
     (again / "checkpoints" / "latest.json").write_text(json.dumps({"step": 1}))
-    ran(hosted("flowgrpo", *arguments, f"trainer.run_dir={again}", "trainer.on_existing=resume"))
+    assert run(APP, [*arguments, f"trainer.run_dir={again}", "trainer.on_existing=resume"]) == 0
     assert metric_rows(again) == table
     for name, before in (("transformer", trained), ("transformer_ema", average)):
         assert module_sum(QwenImageTransformer2DModel.from_pretrained(again / name)) == module_sum(before)

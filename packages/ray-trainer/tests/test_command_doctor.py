@@ -49,6 +49,8 @@ def test_every_fault_is_named_at_once_with_its_remedy(no_slow_checks, capsys, tm
     assert {"model", "config"} <= failed
     assert all(after.strip().startswith("→") for line, after in itertools.pairwise(lines) if line.startswith("fail"))
     assert any(line.startswith("ok    data.train_file") for line in lines)
+    assert sum("there is no /nowhere/model/model_index.json" in line for line in lines) == 1
+    assert sum("→ see memory" in line for line in lines) >= 2
 
 
 def test_a_gated_model_and_one_that_is_not_there(monkeypatch):

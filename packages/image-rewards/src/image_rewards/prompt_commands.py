@@ -68,7 +68,7 @@ def _repeated(rows: Sequence[PromptRow]) -> Iterator[str]:
     if not repeated:
         yield "no text stands twice"
         return
-    yield f"{len(repeated)} texts stand more than once; each line counts as a prompt:"
+    yield f"repeated texts: {len(repeated)}; each line counts as a prompt:"
     for text, where in list(repeated.items())[:SHOWN]:
         more = f" and {len(where) - SHOWN} more" if len(where) > SHOWN else ""
         yield f"  {text[:100]!r}: {'; '.join(where[:SHOWN])}{more}"

@@ -83,6 +83,7 @@ def prompt_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
             inside = [f for f in path.iterdir() if f.is_file() and f.suffix.lower() in SUFFIXES and f.name[0] != "."]
             _must(bool(inside), f"the folder {str(path)!r} holds no prompt file ({', '.join(SUFFIXES)})")
         hint = "; several files are a list: [a.jsonl,b.jsonl]" if "," in str(path) else ""
+        hint = "; download it first" if str(path).startswith(("http:/", "https:/")) else hint
         missing = f"there is no prompt file {str(path)!r}; give a file, a folder or a list of them{hint}"
         _must(path.is_dir() or path.is_file(), missing)
         files += sorted(inside)

@@ -484,7 +484,9 @@ def _read(name: str, node: Node | str, source: str) -> Any:
         return None
     if not isinstance(node, MappingNode):
         shown = repr(node.value) if isinstance(node, ScalarNode) else "a list"
-        raise TrainerError(f"config key {name!r} in {source} is a section, but {shown} was given")
+        inner = is_section(kind)
+        hint = f"; set its keys, such as {name}.{fields(inner)[0].name}" if name and inner else ""
+        raise TrainerError(f"config key {name!r} in {source} is a section, but {shown} was given{hint}")
     return {key: _read(f"{name}.{key}" if name else key, value, source) for key, value in section(node).items()}
 
 

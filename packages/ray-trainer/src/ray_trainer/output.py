@@ -56,3 +56,13 @@ def safe_output() -> Iterator[None]:
             stream.flush()
         sys.stdout, sys.stderr = before
         nowhere.close()
+
+
+def quiet_libraries() -> None:
+    """No bars and no notes of diffusers and transformers while they load what is on the disk; call it after a download."""
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
+
+    for library in (of_diffusers, of_transformers):
+        library.set_verbosity_error()
+        library.disable_progress_bar()

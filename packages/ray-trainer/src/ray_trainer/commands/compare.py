@@ -124,9 +124,11 @@ def _backend(config: RunConfig) -> DiffusersBackend:
     from omni_rollout import DiffusersBackend
 
     from ..models import check_present, fetch
+    from ..output import quiet_libraries
 
     device = config.actor.fsdp_config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     folder = check_present(config.model.path, fetch(config.model.path))
+    quiet_libraries()
     return DiffusersBackend.from_pretrained(
         str(folder),
         dtype=getattr(torch, config.rollout.dtype),

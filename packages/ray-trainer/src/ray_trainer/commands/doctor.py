@@ -73,12 +73,20 @@ def line(finding: Finding) -> str:
 
 
 def examine(config: RunConfig) -> Iterator[Finding]:
-    """Every finding, as soon as it is known. A check that raises is a failure of its subject, and the next one follows."""
+    """Every finding, as soon as it is known. A check that raises is a failure of its subject, and the next one follows.
+
+    One cause that stops several is told once.
+    """
+    told: dict[str, str] = {}
     for subject, check in CHECKS.items():
         try:
             yield from check(config)
         except Exception as error:
-            said, _, remedy = (str(error) if isinstance(error, ValueError) else words(error)).rpartition("; ")
+            why = str(error) if isinstance(error, ValueError) else words(error)
+            first = told.setdefault(why, subject)
+            said, _, remedy = why.rpartition("; ")
+            if first != subject:
+                said, remedy = "not known, for the same cause", f"see {first}"
             yield Finding("fail", subject, " ".join((said or remedy).split()), remedy if said else "")
 
 

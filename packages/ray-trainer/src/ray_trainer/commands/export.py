@@ -19,6 +19,7 @@ from ..config import RunConfig
 from ..errors import TrainerError
 from ..model_folder import transformers
 from ..models import check_present, fetch
+from ..output import quiet_libraries
 from ..resume import flat
 from ..values import free, read_yaml
 from .report import run_config, run_folder
@@ -72,6 +73,7 @@ def export(app: App, run: Path, to: str, out: Path) -> list[str]:
     config = run_config(app, run)
     source = adapter_of(run)
     folder = check_present(config.model.path, fetch(config.model.path))
+    quiet_libraries()
     spec = get_spec_for(folder, config.model.architecture)
     try:
         payload, _ = load_any(source, architecture=spec.lora_names)
