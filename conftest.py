@@ -20,7 +20,6 @@ TOGETHER = {
     "engine": ("test_rollout_nodes", "test_rollout_vllm_"),
     "one ray": (
         "test_flowgrpo_end_to_end",
-        "test_algorithms_end",
         "test_several_rewards_end",
         "test_dpo_online_end",
         "test_weights_end",

@@ -23,6 +23,7 @@ def test_flow_grpo_spends_no_forward_too_many(finished_run, metric_rows):
     assert {row["forwards/per_sample"] for row in metric_rows(folder)[1:]} == {10.0}
 
 
+@pytest.mark.nightly  # with every change, test_own_parts_end_to_end.py trains with an engine
 def test_vllm_omni_draws_the_same_and_trains_the_same(finished_run, hosted, small, metric_rows, tmp_path):
     reference, _ = finished_run
     folder = tmp_path / "run"

@@ -194,6 +194,7 @@ def test_all_of_them_train(own, place, start, small, metric_rows, tmp_path):
         assert row["sync/tensors_bound"] == 141  # all weights of the tiny policy, the adapter folded in
         # The trainer scores with the person's spec and kind what the engine drew with the person's pipeline and kind.
         assert row["actor/rollout_log_prob_diff_max"] <= 1e-5
+        assert row["rollout/failed"] == row["rollout/retried"] == 0
         assert row["actor/grad_norm"] > 0
     resolved = (folder / "config.yaml").read_text()
     assert "own_loss_of_a_test:WEIGHED" in resolved

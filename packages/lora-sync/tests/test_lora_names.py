@@ -119,6 +119,9 @@ def engine() -> dict[str, dict[str, set[str]]]:
     return {k: {kind: set(names) for kind, names in v.items()} for k, v in record["architectures"].items()}
 
 
+# With every change, the maps are held to the record of the installed version, and test_rollout_vllm_models.py binds every
+# architecture's adapter in an engine.
+@pytest.mark.nightly
 def test_the_engine_holds_what_was_sent_layer_by_layer(engine):
     """The installed vLLM-Omni: its modules are the recorded ones, and its own LoRA manager binds our names, all of them."""
     if importlib.util.find_spec("vllm_omni") is None:
