@@ -204,7 +204,8 @@ class Here:
 
         def remote(*arguments):
             answer = method(*arguments)
-            return [Answer(one) for one in answer] if name == "generate" else Answer(answer)
+            several = name in ("generate", "lora_payload")
+            return [Answer(one) for one in answer] if several else Answer(answer)
 
         return SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote))
 

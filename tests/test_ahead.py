@@ -170,7 +170,7 @@ class Fleet:
         return 0
 
     async def update_lora(self, payload, adapter, reference):
-        return [self.policy.update_lora(payload, adapter)]
+        return [self.policy.update_lora(reference.value, adapter)]
 
     async def close(self):
         pass

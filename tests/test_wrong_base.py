@@ -41,7 +41,7 @@ def test_hybrid(worker):
     with torch.no_grad():
         weight = other.engine.module.proj_out.weight
         weight.copy_(disturb(weight))
-    payload = worker.lora_payload("default", 1)
+    _, payload = worker.lora_payload("default", 1)
     with pytest.raises(WrongBaseError, match="Load the base checkpoint that the trainer started from"):
         other.backend.update_lora(payload)  # the adapter is the same to the bit: both are drawn from one seed
 
@@ -51,7 +51,7 @@ def test_fleet(worker):
     import ray
 
     worker, folder = worker
-    payload = worker.lora_payload("default", 1)
+    _, payload = worker.lora_payload("default", 1)
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
     right = load_file(file)
     save_file({**right, "proj_out.weight": disturb(right["proj_out.weight"])}, file, metadata={"format": "pt"})

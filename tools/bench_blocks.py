@@ -522,23 +522,36 @@ def _without_gradient(engine: Any, given: dict[str, Any]) -> None:
 
 def profile(report: Report, what: str, run: Callable[[], Any]) -> None:
     """Time of the kernels by kind, and the largest of them."""
+    run()
+    start = now()
+    with traced() as kernels:
+        run()
+        wall = now() - start
+    report_kernels(report, what, wall, kernels)
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[list[tuple[float, int, str]]]:
+    """A list that afterwards holds the kernels of this process: milliseconds, calls, name."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as trace
 
-    run()
-    start = now()
-    with trace(activities=[ProfilerActivity.CPU if CPU else ProfilerActivity.CUDA]) as traced:
-        run()
-        wall = now() - start
-    kinds: dict[str, float] = {}
     kernels: list[tuple[float, int, str]] = []
-    for row in traced.key_averages():
+    with trace(activities=[ProfilerActivity.CPU if CPU else ProfilerActivity.CUDA]) as found:
+        yield kernels
+    for row in found.key_averages():
         spent = float(row.self_cpu_time_total if CPU else row.self_device_time_total) / 1e3
         if spent > 0:
-            kinds[kind_of(row.key)] = kinds.get(kind_of(row.key), 0.0) + spent
             kernels.append((round(spent, 3), row.count, row.key[:70]))
+
+
+def report_kernels(report: Report, what: str, wall: float, kernels: list[tuple[float, int, str]], **more: Any) -> None:
+    """Milliseconds by kind, and the largest kernels."""
+    kinds: dict[str, float] = {}
+    for spent, _, name in kernels:
+        kinds[kind_of(name)] = kinds.get(kind_of(name), 0.0) + spent
     kinds = {k: round(v, 2) for k, v in sorted(kinds.items(), key=lambda kv: -kv[1])}
-    report(f"profile, {what}", wall_ms=1e3 * wall, kernels_ms=sum(kinds.values()), kinds_ms=kinds)
+    report(f"profile, {what}", wall_ms=1e3 * wall, kernels_ms=sum(kinds.values()), kinds_ms=kinds, **more)
     report(f"kernels, {what}", largest=sorted(kernels, reverse=True)[:24])
 
 

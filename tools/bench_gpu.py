@@ -15,10 +15,12 @@ others, and within a part a section that fails does not stop the next. Results a
     plain      stock diffusers: eager, fp32 adapter under autocast, all blocks recomputed
     rollouts   the trainer's own rollout: as it is, in fp8, its adapter merged into the weights, both
     trainer    the trainer's own rollout, log-prob replay and update; it also scores the engine's samples
+    one_copy   frozen weights of this process, used by another one where they lie
     engine     vLLM-Omni: pictures with and without the adapter, whole batches or one by one, sync, sleep, wake
     engine_attention, engine_fp8   the same engine with other attention kernels, and with fp8 weights
     program    `apps/flowgrpo` itself with shared weights; program_again: a second start, the compiled graphs kept;
-               program_fp8: sampling in fp8; program_engine: with an engine beside it
+               program_fp8: sampling in fp8; program_engine: with an engine beside it, asleep in updates; program_one_copy: an
+               engine that samples with the trainer's own frozen weights; program_engine_again: a second start of the former
     growth     forward and update by batch and resolution
     sizes      SD3.5 Medium's size and Wan 5B's, beside plain diffusers
     ranks      the update over --ranks processes, replicated and sharded
@@ -59,6 +61,7 @@ DEADLINES = {
     "plain": 120,
     "rollouts": 285,
     "trainer": 285,
+    "one_copy": 90,
     "engine": 285,
     "engine_attention": 285,
     "engine_fp8": 285,
@@ -66,6 +69,8 @@ DEADLINES = {
     "program_again": 200,
     "program_fp8": 240,
     "program_engine": 400,
+    "program_one_copy": 320,
+    "program_engine_again": 200,
     "growth": 240,
     "sizes": 285,
     "ranks": 285,
@@ -294,6 +299,53 @@ def plain(size: Size, folder: Path, report: Report) -> None:
     )
 
 
+BORROWER = """
+import pickle, sys, time
+loans = pickle.load(open(sys.argv[1], "rb"))
+start = time.perf_counter()
+tensors = {name: loan.open() for name, loan in loans.items()}
+opened = time.perf_counter() - start
+sums = [float(tensor.double().sum()) for tensor in tensors.values()]
+next(iter(tensors.values())).fill_(7.0)
+assert float(next(iter(tensors.values())).float().mean()) == 7.0
+print(opened, sum(sums))
+"""
+
+
+def one_copy(size: Size, folder: Path, report: Report) -> None:
+    """Lend linear layers, three of them as one, as an engine holds them, and read and write them from a second process."""
+    import pickle
+
+    import torch
+    from lora_sync.one_copy import Layout, lend
+
+    dtype, width, count = (torch.float32, 64, 3) if CPU else (torch.bfloat16, 3072, 60)
+
+    def attention() -> torch.nn.ModuleDict:
+        return torch.nn.ModuleDict(
+            {f"to_{x}": torch.nn.Linear(width, width, device=device(), dtype=dtype) for x in "qkv"}
+        )
+
+    blocks = [torch.nn.ModuleDict({"attn": attention()}) for _ in range(count)]
+    module = torch.nn.ModuleList(blocks)
+    before = float(sum(p.detach().double().sum() for p in module.parameters()))
+    rows = {"weight": (3 * width, width), "bias": (3 * width,)}
+    wanted = {f"{i}.attn.to_qkv.{kind}": Layout(dtype, shape) for i in range(count) for kind, shape in rows.items()}
+    start = now()
+    loans = lend(module, wanted, "qwen_image")
+    lent = now() - start
+    file = folder / "loans"
+    file.write_bytes(pickle.dumps(loans))
+    done = subprocess.run([sys.executable, "-c", BORROWER, str(file)], capture_output=True, text=True, timeout=80)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-600:])
+    opened, found = map(float, done.stdout.split())
+    changed = bool((module[0]["attn"]["to_v"].weight == 7.0).all())
+    held = sum(p.nbytes for p in module.parameters()) / 1e9
+    good = changed and len(loans) == len(wanted) and abs(found - before) <= 1e-6 * max(abs(before), 1.0)
+    report("one copy", gb=held, lend_s=lent, open_s=opened, tensors=len(loans), good=good)
+
+
 def engine(size: Size, folder: Path, report: Report) -> None:
     """A vLLM-Omni engine alone on the card."""
     asyncio.run(_engine(size, folder, report))
@@ -310,13 +362,16 @@ async def _engine(size: Size, folder: Path, report: Report) -> None:
         moved = float((samples["final_latents"][: size.batch] - base["final_latents"]).abs().max())
         report("adapter moves the samples", by=moved, good=moved > 0)
         torch.save({"samples": samples.cpu().to_dict(), "payload": 3}, folder / "engine_samples.pt")
+        await profiled(size, report, server, next(rounds))
+        weights = await server.weights_sum()
         for turn in ("first", "second"):
             with report.section(f"sleep and wake, {turn}"):
                 start = time.perf_counter()
                 await server.sleep()
                 middle = time.perf_counter()
                 await server.wake_up()
-                report(f"sleep and wake, {turn}", sleep_s=middle - start, wake_s=time.perf_counter() - middle)
+                times = {"sleep_s": middle - start, "wake_s": time.perf_counter() - middle}
+                report(f"sleep and wake, {turn}", **times, good=await server.weights_sum() == weights)
         await draw("rollout after waking", count=size.batch, repeat=1)
         with report.section("rollout, adapter on, requests one by one", 40) as go:
             if go:
@@ -340,6 +395,19 @@ async def _engine(size: Size, folder: Path, report: Report) -> None:
                 await draw("rollout, adapter on, half the steps", count=size.batch, steps=size.steps // 2, repeat=1)
 
 
+async def profiled(size: Size, report: Report, server: Any, number: int) -> None:
+    """Where a batch's time goes in an engine, which draws in this process."""
+    import torch
+
+    with report.section("profile"):
+        with bench_blocks.traced() as kernels:
+            start = time.perf_counter()
+            await server.generate(requests(size, size.batch, number))
+            wall = time.perf_counter() - start
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        bench_blocks.report_kernels(report, "rollout", wall, kernels, graphs=graphs)
+
+
 @contextlib.asynccontextmanager
 async def serving(size: Size, folder: Path, report: Report, name: str = "", **settings: Any) -> AsyncIterator[Any]:
     """An engine over random weights, with a function that draws and reports: (server, draw, round numbers)."""
@@ -355,7 +423,10 @@ async def serving(size: Size, folder: Path, report: Report, name: str = "", **se
             max_num_seqs=size.batch, enforce_eager=CPU, engine_kwargs=own, request_batch_max_wait_ms=100.0, **settings
         ),
     )  # fmt: skip
-    server = vLLMOmniHttpServer(config, str(folder))
+    cards = (
+        "" if CPU else os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    )  # named: it is as beside a trainer, and will sleep
+    server = vLLMOmniHttpServer(config, str(folder), cuda_visible_devices=cards)
     report(f"start{name}", seconds=await server.launch_server())
     rounds = iter(range(1, 1000))
 
@@ -415,6 +486,8 @@ async def _variant(size: Size, folder: Path, report: Report, name: str, **settin
         await sync(size, folder, report, server, 3)
         samples = await draw("rollout, adapter on")
         torch.save({"samples": samples.cpu().to_dict()}, folder / f"engine_samples{name.replace(', ', '_')}.pt")
+        if "fp8" in name:
+            await profiled(size, report, server, 999)
 
 
 def build_engine(size: Size, folder: Path, **options: Any) -> Any:
@@ -731,11 +804,21 @@ def program_fp8(size: Size, folder: Path, report: Report) -> None:
     program(size, folder, report, "trainer.total_steps=2", "rollout.fp8=true")
 
 
-def program_engine(size: Size, folder: Path, report: Report) -> None:
+def program_engine(size: Size, folder: Path, report: Report, *keys: str) -> None:
     """The same with a vLLM-Omni engine: on a card of its own where there are two, else asleep during updates."""
     own = "rollout.vllm_omni.engine_kwargs={custom_pipeline_args: {pipeline_class: bench_pipeline.RandomQwenImage}}"
     eager = f"rollout.vllm_omni.enforce_eager={str(CPU).lower()}"
-    program(size, folder, report, "rollout.backend=vllm_omni", own, eager)
+    program(size, folder, report, "rollout.backend=vllm_omni", own, eager, *keys)
+
+
+def program_one_copy(size: Size, folder: Path, report: Report) -> None:
+    """An engine that never sleeps and borrows the trainer's frozen weights."""
+    program_engine(size, folder, report, "rollout.vllm_omni.enable_sleep_mode=false", "trainer.total_steps=3")
+
+
+def program_engine_again(size: Size, folder: Path, report: Report) -> None:
+    """The second start on a machine, with an engine that sleeps."""
+    program_engine(size, folder, report, "trainer.total_steps=2")
 
 
 # ---------------------------------------------------------------------------------------------------------- the parent
@@ -823,7 +906,11 @@ def schedule(options: argparse.Namespace, folder: Path, into: Path, logs: Path, 
     running: list[tuple[str, subprocess.Popen[bytes], list[str | None], float]] = []
     try:
         while waiting or running:
-            whole = bool(waiting) and waiting[0] in ("ranks", "program_engine")  # these take all cards
+            whole = bool(waiting) and waiting[0] in (
+                "ranks",
+                "program_engine",
+                "program_one_copy",
+            )  # these take all cards
             if waiting and time.monotonic() < end and len(free) >= (every if whole else 1):
                 part, mine = waiting.pop(0), [free.pop(0) for _ in range(every if whole else 1)]
                 cards = None if mine == [None] else ",".join(card or "" for card in mine)

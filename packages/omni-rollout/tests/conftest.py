@@ -257,9 +257,84 @@ class LendingServer(vLLMOmniHttpServer):
             base = [await server.generate(requests) for requests in calls]
             lora = await server.update_lora(payload)
             adapted = [await server.generate(requests) for requests in calls]
-            return {"base": base, "lora": lora, "adapted": adapted, "weights": await server.update_weights(weights, 2)}
+            answers = {
+                "base": base,
+                "lora": lora,
+                "adapted": adapted,
+                "weights": await server.update_weights(weights, 2),
+            }
+            return answers | await self._borrowing(server, path, calls[0], weights, payload)
         finally:
             await server.shutdown()
+
+    @staticmethod
+    async def _borrowing(server, path, requests, weights, payload):
+        """Samples before and after the engine took another module's weights and adapter in the place of its own, and after those
+        changed."""
+        from lora_sync import apply_lora
+        from lora_sync.one_copy import lend, lend_adapter, lent_adapter
+        from omni_rollout.diffusers_backend import DiffusersBackend
+
+        transformer = DiffusersBackend.from_pretrained(path).transformer
+        transformer.load_state_dict(dict(weights), strict=False)
+        apply_lora(transformer, payload)
+        own = await server.generate(requests)
+        layout = await server.base_layout()
+        loans = lend(transformer, layout, server.spec.lora_names)
+        shares = await server.borrow_base(loans, {"default": lend_adapter(transformer, "default")})
+        lent = await server.generate(requests)
+        receipts = [
+            (sent.promise, await server.update_lora(sent)) for sent in (lent_adapter(transformer, "default", 2),)
+        ]
+        bound = await server.generate(requests)
+        with torch.no_grad():
+            for parameter in transformer.parameters():
+                parameter.mul_(1.02)
+        sent = lent_adapter(transformer, "default", 3)
+        receipts.append((sent.promise, await server.update_lora(sent)))
+        changed = await server.generate(requests)
+        try:
+            await server.update_weights(weights, 4)
+            refused = ""
+        except Exception as error:
+            refused = str(error)
+        answers = {"shares": shares, "receipts": receipts, "refused": refused}
+        return answers | {"own": own, "lent": lent, "bound": bound, "changed": changed}
+
+    async def moved(self):
+        """Whether a pipeline that was built on the CPU can be moved while a layer has no values yet, and where they will come."""
+        from omni_rollout.vllm_omni.denoise import RolloutMixin
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        class Pipeline(RolloutMixin, torch.nn.Module):
+            pass
+
+        pipeline = Pipeline()
+        pipeline.late, pipeline.there = torch.nn.Linear(2, 2, device="meta"), torch.nn.Linear(2, 2)
+        get_layerwise_info(pipeline.late).restore_device = torch.device("meta")
+        pipeline.to(torch.device("cpu"))
+        home = get_layerwise_info(pipeline.late).restore_device
+        return pipeline.late.weight.is_meta, str(home), str(pipeline.there.weight.device)
+
+    async def bound_to_a_turned_weight(self, payload):
+        """What the engine's adapters answer for a layer [6 → 4] whose weight lies as fp8 has it, [in, out], and its product."""
+        from omni_rollout.vllm_omni.lora_request import make_request
+        from omni_rollout.vllm_omni.worker_adapters import WorkerAdapters
+        from vllm.config import VllmConfig, set_current_vllm_config
+        from vllm.model_executor.layers.linear import ReplicatedLinear
+
+        with set_current_vllm_config(VllmConfig()):
+            layer = ReplicatedLinear(6, 4, bias=False, params_dtype=torch.float32)
+
+        class Turned:
+            def apply(self, layer, x, bias=None):
+                return x @ layer.weight
+
+        layer.weight, layer.quant_method = torch.nn.Parameter(torch.zeros(6, 4), requires_grad=False), Turned()
+        pipeline = torch.nn.ModuleDict({"transformer": torch.nn.ModuleDict({"proj": layer})})
+        adapters = WorkerAdapters(pipeline, {}, torch.device("cpu"), torch.float32)
+        facts = adapters.bind(make_request(payload, 1, "default", "any"))
+        return facts, layer.quant_method.apply(layer, torch.eye(6))
 
     async def fail_next(self, count):
         """Let the engine raise for that many requests."""

@@ -106,6 +106,21 @@ def test_other_models_equal_the_embedded_backend(tour, stops, name, difference):
     assert found["weights"].checksum == content_sum(value for _, value in stop["weights"])
 
 
+@pytest.mark.parametrize("name", [*MODELS, STEPWISE])
+def test_an_engine_samples_with_a_trainers_own_weights(tour, stops, name, difference):
+    """One copy of them: what another module holds, fused as the engine has it; a change there is one here."""
+    found, stop = tour[name], stops[0][name]
+    shared, whole = found["shares"]
+    assert whole >= sum(value.nbytes for _, value in stop["weights"]) >= shared
+    assert shared >= 0.99 * whole  # Wan's engine lays a table of its own out otherwise
+    for promise, receipt in found["receipts"]:
+        verify(promise, receipt)
+    for drawn in (found["lent"], found["bound"]):
+        assert all(difference(a, b) <= 1e-5 for a, b in zip(found["own"], drawn, strict=True))
+    assert all(difference(a, b, ("latents",)) > 1e-4 for a, b in zip(found["own"], found["changed"], strict=True))
+    assert "the trainer's own" in found["refused"]
+
+
 def test_nothing_is_compiled_on_a_cpu(tour, fleet, server, runner):
     """By `torch.compile`, whose cache does not know for which vector width it was filled."""
     assert runner.run(fleet.router.replicas[0].backend.call(server.compiled)) == 0

@@ -6,7 +6,7 @@ import math
 import pytest
 from accelerate import init_empty_weights
 from model_specs import available, get_spec_for, tiny
-from ray_trainer.card_memory import GB, Machine, check_split, foresee, measure, place
+from ray_trainer.card_memory import GB, Machine, borrows, check_split, foresee, measure, place
 from ray_trainer.config import compose
 from ray_trainer.errors import TrainerError
 from ray_trainer.model_folder import part_shapes
@@ -111,6 +111,12 @@ def test_engines_follow_the_gpus(qwen):
     assert (beside.sharding, beside.engines, beside.tensor_parallel, beside.beside) == ("shard", 8, 1, True)
     roomy = chosen(qwen, 141, [NODE], *ENGINES)
     assert (roomy.sharding, roomy.engines, roomy.tensor_parallel) == ("replicate", 8, 1)
+    awake = chosen(qwen, 141, [NODE], *ENGINES, "rollout.vllm_omni.enable_sleep_mode=false")  # one copy serves both
+    assert (awake.sharding, awake.engines, awake.beside) == ("replicate", 8, True)
+    config = make(*FULL, *ENGINES, "rollout.vllm_omni.enable_sleep_mode=false")
+    assert borrows(config, awake)
+    assert not borrows(make(*FULL, *ENGINES), roomy)
+    assert not borrows(config, beside)  # a shard is no whole copy
     own = chosen(qwen, 85, [NODE, Machine(8, 0)], *ENGINES)
     assert (own.sharding, own.engines, own.tensor_parallel, own.beside) == ("replicate", 8, 1, False)
     split = chosen(qwen, 48, [NODE, Machine(8, 0)], *ENGINES)  # an engine of 58 GB goes over two cards

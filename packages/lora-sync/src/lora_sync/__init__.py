@@ -24,7 +24,7 @@ from .fingerprint import fingerprint
 from .load import load_any
 from .maps import get_map, guess_map
 from .names import NameMap
-from .payload import LoRAPayload
+from .payload import LoRAPayload, Promise
 from .receipt import LoRAReceipt, verify
 from .vllm import to_vllm
 from .weights import (
@@ -54,6 +54,7 @@ __all__ = [
     "NameMap",
     "NameMapError",
     "PayloadError",
+    "Promise",
     "StaleVersionError",
     "TransportError",
     "TransportTimeoutError",

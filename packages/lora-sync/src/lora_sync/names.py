@@ -158,6 +158,18 @@ class NameMap:
                     return name.removesuffix(part) + packed, index, len(parts)
         return name, None, 1
 
+    def from_vllm(self, parameter: str) -> tuple[str, ...]:
+        """Neutral names of what a parameter of vLLM-Omni's transformer holds, in the order of its rows; one that is
+        named alike on both sides is alone."""
+        layer, dot, kind = parameter.rpartition(".")
+        for packed, parts in self.vllm_packed:
+            if layer.endswith(packed):
+                return tuple(layer.removesuffix(packed) + part + dot + kind for part in parts)
+        for ours, theirs in self.vllm:
+            if layer.endswith(theirs):
+                return (layer.removesuffix(theirs) + ours + dot + kind,)
+        return (parameter,)
+
 
 def _compile(pattern: str) -> re.Pattern[str]:
     return re.compile(re.escape(pattern).replace(r"\{i\}", r"(?P<i>\d+)"))

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,16 @@ from .errors import PayloadError
 from .message import Message
 
 A, B = ".lora_A.weight", ".lora_B.weight"
+
+
+class Promise(NamedTuple):
+    """What a receipt is compared with: a payload without its tensors."""
+
+    version: int
+    hash: str
+    modules: int
+    tensors: int
+    numel: int
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,11 @@ class LoRAPayload(Message, kind="lora"):
     def alphas(self) -> dict[str, float]:
         """Module → alpha."""
         return {name: self.alpha_of(name) for name in self.modules}
+
+    @property
+    def promise(self) -> Promise:
+        """For `verify` in a process that has no need of the tensors."""
+        return Promise(self.version, self.hash, len(self.modules), len(self.tensors), self.numel)
 
     def alpha_of(self, module: str) -> float:
         return float(self.alpha_pattern.get(module, self.alpha))

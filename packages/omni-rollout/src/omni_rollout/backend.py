@@ -78,6 +78,10 @@ class RolloutBackend(Protocol):
         """The same, as receiver `number` of what a trainer sends through a link."""
         ...
 
+    def release_memory(self) -> None:
+        """Give back what the last samples used on the device; weights stay."""
+        ...
+
     def sleep(self) -> None:
         """Give the device's memory back."""
         ...

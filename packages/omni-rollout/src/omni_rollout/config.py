@@ -147,7 +147,8 @@ class VllmOmniConfig(Checked):
     step_execution: bool = False
     """Schedule step by step instead of request by request (models that support it)."""
     enable_sleep_mode: bool = True
-    """Allow the weights to leave the GPU between rollouts."""
+    """Beside a trainer on one GPU, the weights leave it during updates. false: they stay; where only an adapter is trained, and
+    the trainer holds all its weights in the rollout's dtype, it samples with those, so that the GPU holds one copy."""
     rollout_attn_backend: str | None = None
     """Attention kernel of the engine. null: CUDNN_ATTN for 16-bit weights on a GPU (4 % more pictures than TORCH_SDPA, measured
     on an H200 with Qwen-Image at 512²), else TORCH_SDPA. FLASH_ATTN is as fast and needs its wheel."""

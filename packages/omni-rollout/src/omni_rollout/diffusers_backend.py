@@ -288,6 +288,11 @@ class DiffusersBackend:
 
     # ------------------------------------------------------------------------------------------------- lifecycle
 
+    def release_memory(self) -> None:
+        """Give back what the last samples used on the device; weights stay."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def sleep(self) -> None:
         """Give the device's memory back.
 

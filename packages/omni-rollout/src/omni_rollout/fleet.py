@@ -17,10 +17,12 @@ from .backend import RolloutBackend
 from .config import DiffusionRolloutConfig
 from .placement import Node, assign, cluster_nodes, import_ray, on_node
 from .remote import ASIDE
-from .replica import DiffusersReplica, Replica
+from .replica import DiffusersReplica, Lend, Replica
 from .router import Router
 
 Send = Callable[[Sequence[Replica]], Awaitable[None]]
+LendTo = Callable[[Node, str | None], Lend]
+"""(node and GPUs of a replica) → what lends it the weights that lie there."""
 
 
 class Fleet:
@@ -35,6 +37,7 @@ class Fleet:
         self.config, self.path = config, path
         self.router: Router
         self._send: Send | None = None
+        self._lend: LendTo | None = None
         self._payloads: dict[str, tuple[Any, Any]] = {}
         self._base_syncs = 0
         self._asleep = False
@@ -120,6 +123,8 @@ class Fleet:
     async def _restart(self, place: int) -> Replica:
         await self.router.replicas[place].close()
         replica = await self._start(place)
+        if self._lend is not None:
+            await replica.borrow_base(self._lend(*self._places[place]))
         await self._bring_up_to_date(replica)
         return replica
 
@@ -162,7 +167,7 @@ class Fleet:
         """Every replica gets the adapter between two requests, never during one.
 
         Args:
-            payload: a `LoRAPayload`.
+            payload: a `LoRAPayload`, or where a reference is given, its `Promise`.
             adapter: the name that requests ask for.
             reference: to the payload in Ray's store; without one it is put there, once for all replicas.
 
@@ -190,10 +195,29 @@ class Fleet:
         finally:
             self.router.admit()
 
+    async def borrow_base(self, lend: LendTo) -> tuple[int, int]:
+        """Let every replica, also one that is started again later, sample with a trainer's frozen weights where it has the same.
+
+        Returns:
+            Bytes that are shared, and bytes of all their base weights.
+        """
+        self._lend = lend
+        homes = zip(self.router.replicas, self._places, strict=True)
+        answers = await asyncio.gather(*(replica.borrow_base(lend(*place)) for replica, place in homes))
+        return sum(shared for shared, _ in answers), sum(whole for _, whole in answers)
+
     @property
     def nodes(self) -> set[str]:
         """Ray's ids of the nodes that the replicas are on."""
         return {node.node_id for node, _ in self._places}
+
+    async def release_memory(self) -> None:
+        """Finish what is in flight, then give back what samples used of the GPUs."""
+        await self.router.drain()
+        try:
+            await self.router.each(lambda replica: replica.release_memory())
+        finally:
+            self.router.admit()
 
     async def sleep(self) -> None:
         """Finish what is in flight, then give the GPUs back; requests wait until `wake_up`."""

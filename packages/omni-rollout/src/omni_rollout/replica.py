@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,8 +17,12 @@ from .remote import Remote
 from .types import GenerationRequest
 
 if TYPE_CHECKING:
+    from lora_sync.one_copy import Layout, Loan
     from lora_sync.transport import Link
     from tensordict import TensorDict
+
+Lend = Callable[["Mapping[str, Layout]"], Awaitable["tuple[dict[str, Loan], dict[str, dict[str, Loan]]]"]]
+"""A trainer's answer to how a replica lays its weights out: frozen weights, and adapters by name; see `lora_sync.one_copy`."""
 
 
 class Replica(ABC):
@@ -74,6 +78,14 @@ class Replica(ABC):
     async def receive_weights(self, link: Link, number: int) -> WeightReceipt:
         """All transformer weights, through a link to the trainer."""
         return await self.backend.call(RolloutBackend.receive_weights, link, number)
+
+    async def borrow_base(self, lend: Lend) -> tuple[int, int]:
+        """Sample with a trainer's frozen weights in the place of a copy; (bytes shared, of all), none where a kind cannot."""
+        return 0, 0
+
+    async def release_memory(self) -> None:
+        """Give back what the last samples used on the device; weights stay."""
+        await self.backend.call(RolloutBackend.release_memory)
 
     async def sleep(self) -> None:
         """Give the device's memory back."""

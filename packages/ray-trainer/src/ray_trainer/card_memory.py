@@ -401,14 +401,27 @@ def _rows(config: RunConfig, needs: Needs, option: Placement) -> dict[str, float
         rows |= {"text encoder, VAE": needs.encoders, "activations": max(needs.update, needs.rollout - away)}
     elif option.beside:
         sleeps = config.rollout.backend == "vllm_omni" and config.rollout.vllm_omni.enable_sleep_mode
-        both = max(engine, needs.update) if sleeps else engine + needs.update
-        rows["engine, or the update while it sleeps" if sleeps else "engine and update"] = both
+        if sleeps:
+            rows["engine, or the update while it sleeps"] = max(engine, needs.update)
+        elif borrows(config, option):
+            # It loads a copy of its own before it can compare the two.
+            rows["engine at its start, or the update beside it"] = max(engine, needs.encoders + needs.update)
+        else:
+            rows["engine and update"] = engine + needs.update
     else:
         rows["activations"] = needs.update
         spare = engine - sum(rows.values())
         if option.engines and config.rollout.backend == "vllm_omni" and spare > 0:
             rows["more on an engine's own card"] = spare
     return rows | {"CUDA, NCCL, decoding": _REST}
+
+
+def borrows(config: RunConfig, option: Placement) -> bool:
+    """Whether an engine beside a trainer samples with the trainer's own frozen weights; see `lora_sync.one_copy`."""
+    rollout, trained = config.rollout, config.actor.fsdp_config.model_dtype
+    same = _BYTES[rollout.dtype] == _BYTES[trained] and not rollout.fp8 and config.sync_mode == "lora"
+    engine = rollout.backend == "vllm_omni" and not rollout.vllm_omni.enable_sleep_mode
+    return engine and same and option.beside and option.sharding == "replicate" and option.tensor_parallel == 1
 
 
 def _describe(config: RunConfig, chosen: Placement) -> str:

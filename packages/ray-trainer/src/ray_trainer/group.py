@@ -28,7 +28,7 @@ from .machines import LEAVE_S, reserve
 from .workers import ActorRolloutRefWorker as Worker
 
 if TYPE_CHECKING:
-    from lora_sync import LoRAPayload
+    from lora_sync import Promise
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -270,12 +270,11 @@ class WorkerGroup:
         calls = [worker.submit(Worker.write_rows, str(folder)) for worker in self.workers]
         self._ray.get(calls, timeout=60)  # one that hangs may have caused all this
 
-    def lora_payload(self, adapter: str, version: int) -> tuple[LoRAPayload, Any]:
-        """The adapter, gathered from all workers, and its reference in Ray's store, whose memory it is."""
-        references = [worker.submit(Worker.lora_payload, adapter, version) for worker in self.workers]
-        payload = self._ray.get(references)[0]
-        assert payload is not None  # the first rank's
-        return payload, references[0]
+    async def lora_payload(self, adapter: str, version: int) -> tuple[Promise, Any]:
+        """What a receipt of the adapter must say, and the adapter, gathered from all workers, as Ray's reference."""
+        answers = (worker.parts(Worker.lora_payload, adapter, version, returns=2) for worker in self.workers)
+        promise, reference = (await asyncio.gather(*answers))[0]
+        return promise, reference
 
     def gpu_places(self) -> list[tuple[str, str]]:
         """(Ray node, GPU) of every GPU that a worker holds."""

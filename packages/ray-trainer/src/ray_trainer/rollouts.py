@@ -23,23 +23,28 @@ from image_rewards.loop import Stored
 from lora_sync import verify
 from omni_rollout.agent_loop import DiffusionAgentLoopWorker, Drawn
 from omni_rollout.config import DiffusionPipelineConfig
-from omni_rollout.fleet import Fleet
+from omni_rollout.fleet import Fleet, LendTo
 from omni_rollout.kept import Kept
+from omni_rollout.placement import Node
+from omni_rollout.replica import Lend
 from omni_rollout.samples import Chunk, column
 from omni_rollout.sampling import resolve_settings
 from omni_rollout.types import GenerationRequest
 from run_report import estimate
 from tensordict import TensorDict
 
+from .card_memory import borrows
 from .config import RunConfig
 from .machines import fetch_everywhere, machines
 from .prompts import Prompt
 from .scoring import Scoring
-from .step_metrics import Metrics
+from .step_metrics import Clock, Metrics
 from .weight_sync import WeightSync
 from .workers import ActorRolloutRefWorker as Worker
 
 if TYPE_CHECKING:
+    from lora_sync.one_copy import Layout, Loan
+
     from .group import WorkerGroup
 
 _FAULTS = tuple(
@@ -259,6 +264,22 @@ class HybridSampler:
         """The workers belong to the trainer."""
 
 
+def lender(workers: WorkerGroup) -> LendTo:
+    """What lends a replica the weights of the training process on its GPU, or, where there are no GPUs, on its machine."""
+    held = workers.call(Worker.gpu_places)
+
+    def lend_to(node: Node, gpus: str | None) -> Lend:
+        homes = zip(workers.workers, workers.gang.nodes, held, strict=True)
+        here = [w for w, home, own in homes if (home == node.node_id if gpus is None else (node.node_id, gpus) in own)]
+
+        async def lend(wanted: Mapping[str, Layout]) -> tuple[dict[str, Loan], dict[str, dict[str, Loan]]]:
+            return await here[0].call(Worker.lend, wanted) if here else ({}, {})
+
+        return lend
+
+    return lend_to
+
+
 class FleetSampler:
     """Replicas in processes of their own. Use `launch`."""
 
@@ -269,7 +290,8 @@ class FleetSampler:
         self._sleeps = (
             shares_gpu and config.rollout.backend == "vllm_omni" and config.rollout.vllm_omni.enable_sleep_mode
         )
-        self._asleep = False
+        self._shares_gpu, self._asleep = shares_gpu, False
+        self._shared_bytes: int | None = None
 
     @classmethod
     async def launch(cls, config: RunConfig, workers: WorkerGroup) -> FleetSampler:
@@ -284,7 +306,10 @@ class FleetSampler:
         beside = workers.gpu_places() if placed.beside else None
         paths = fetch_everywhere(config.model.path, machines())
         fleet = await Fleet.launch(rollout, paths, cpus=0.25, beside=beside)
-        return cls(config, workers, fleet, beside is not None)
+        sampler = cls(config, workers, fleet, beside is not None)
+        if borrows(config, placed):
+            sampler._shared_bytes, _ = await fleet.borrow_base(lender(workers))
+        return sampler
 
     async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
         """Whole batches over all replicas, as they are finished. Each row goes from the replica to the rank that trains it."""
@@ -312,26 +337,34 @@ class FleetSampler:
 
     async def sync(self, version: int) -> Metrics:
         """Send the weights, or every adapter that samples, to every replica, and check their receipts."""
-        if self._asleep:
+        clock = Clock()
+        if self._shares_gpu:
             self.workers.call(Worker.release_memory)
+            clock.lap("time/sync_release")
+        if self._asleep:
             await self.fleet.wake_up()
             self._asleep = False
-        metrics: Metrics = {}
+            clock.lap("time/sync_wake")
+        metrics: Metrics = {} if self._shared_bytes is None else {"sync/shared_gb": self._shared_bytes / 1e9}
         if self._weights is not None:
-            metrics = await self._weights.bring(self.config.rollout.rollout_adapter, version)
+            metrics |= await self._weights.bring(self.config.rollout.rollout_adapter, version)
         for adapter in self.config.sampling_adapters if self._weights is None else ():
-            payload, reference = self.workers.lora_payload(adapter, version)
-            for receipt in await self.fleet.update_lora(payload, adapter, reference=reference):
-                verify(payload, receipt, previous_version=self._version if self._version >= 0 else None)
-                metrics = {"sync/version": float(version), "sync/tensors_bound": float(receipt.tensors_bound)}
+            promise, reference = await self.workers.lora_payload(adapter, version)
+            clock.lap("time/sync_gather")
+            for receipt in await self.fleet.update_lora(promise, adapter, reference=reference):
+                verify(promise, receipt, previous_version=self._version if self._version >= 0 else None)
+                metrics |= {"sync/version": float(version), "sync/tensors_bound": float(receipt.tensors_bound)}
+            clock.lap("time/sync_bind")
         self._version = version
-        return metrics
+        return metrics | clock.laps
 
     async def leave_gpu(self) -> None:
-        """Engines that live on the trainers' GPUs sleep during the update."""
+        """Engines that live on the trainers' GPUs sleep during the update, or give back what is not weights."""
         if self._sleeps and not self._asleep:
             await self.fleet.sleep()
             self._asleep = True
+        elif self._shares_gpu and not self._sleeps:
+            await self.fleet.release_memory()
 
     async def close(self) -> None:
         """End the replicas."""

@@ -27,9 +27,9 @@ class Clock:
         self.laps: Metrics = {}
 
     def lap(self, name: str) -> None:
-        """Close the running phase under `name`."""
+        """Close the running phase under `name`; phases of one name add up."""
         now = time.perf_counter()
-        self.laps[name], self.last = now - self.last, now
+        self.laps[name], self.last = self.laps.get(name, 0.0) + now - self.last, now
 
     def total(self) -> float:
         """Seconds since the start."""

@@ -30,7 +30,8 @@ from .rules import check_experts
 
 if TYPE_CHECKING:
     from diffusion_losses import Statistic
-    from lora_sync import LoRAPayload, WeightBucket, WeightReceipt
+    from lora_sync import LoRAPayload, Promise, WeightBucket, WeightReceipt
+    from lora_sync.one_copy import Layout, LentLoRA, Loan
     from lora_sync.transport import Link
     from tensordict import TensorDict
 
@@ -281,11 +282,22 @@ class ActorRolloutRefWorker:
         self.version = global_steps
         return {"sync/version": float(global_steps), "sync/tensors_bound": float(bound)}
 
-    def lora_payload(self, adapter: str, version: int) -> LoRAPayload | None:
-        """The adapter for samplers in other processes. All ranks gather it, the first one sends it."""
-        payload = self._payload(adapter, version)
+    def lora_payload(self, adapter: str, version: int) -> tuple[Promise, LoRAPayload | LentLoRA | None]:
+        """The adapter for samplers in other processes, and what they must answer. All ranks gather it, the first one sends it."""
+        from lora_sync.one_copy import lent_adapter
+
+        payload = lent_adapter(self.engine.module, adapter, version) or self._payload(adapter, version)
         self.version = version
-        return payload if self.rank == 0 else None
+        return payload.promise, payload if self.rank == 0 else None
+
+    def lend(self, wanted: Mapping[str, Layout]) -> tuple[dict[str, Loan], dict[str, dict[str, Loan]]]:
+        """Lend the frozen weights to an engine beside this process, as it lays them out, and the adapters that sample; see
+        `lora_sync.one_copy`."""
+        from lora_sync.one_copy import lend, lend_adapter
+
+        module = self.engine.module
+        base = lend(module, wanted, self.engine.spec.lora_names)
+        return base, {adapter: lend_adapter(module, adapter) for adapter in self.config.sampling_adapters}
 
     def _named(self, state: str) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights of a policy state as whole tensors, one at a time; a collective where they are sharded."""

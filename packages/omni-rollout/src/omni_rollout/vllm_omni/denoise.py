@@ -68,6 +68,18 @@ class RolloutMixin:
         # Video comes as typed media, which the engine moves to the host itself.
         return replace(output, trajectory_latents=big, trajectory_log_probs=fields, to_cpu=output.media is None)
 
+    def to(self, device: Any, *args: Any, **kwargs: Any) -> Any:
+        """Move what was built on the CPU; layers without values yet, which the engine quantizes as it loads them, get them there.
+
+        The engine moves a pipeline of one's own before it loads, and torch cannot move a tensor without values.
+        """
+        from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+        for module in self.modules():  # type: ignore[attr-defined]
+            if module in LAYERWISE_INFO:
+                LAYERWISE_INFO[module].restore_device = torch.device(device)
+        return self._apply(lambda t: t if t.is_meta else t.to(device, *args, **kwargs))  # type: ignore[attr-defined]
+
     # ----------------------------------------------------------------------------------------- hooks of the engine
 
     def prepare_latents(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from .shared import write_bucket
 
 if TYPE_CHECKING:
     from lora_sync import LoRAPayload, WeightBucket
+    from lora_sync.one_copy import LentLoRA
 
 
 class EngineWeights:
@@ -39,24 +40,25 @@ class EngineWeights:
         self._stream = ExitStack()
         self._sent = self._due = 0
 
-    async def bind(self, payload: LoRAPayload, adapter: str) -> LoRAReceipt:
+    async def bind(self, payload: LoRAPayload | LentLoRA, adapter: str) -> LoRAReceipt:
         """See `vLLMOmniHttpServer.update_lora`."""
         from .lora_request import make_request
 
-        with self._lifecycle.syncing(payload.version), self._timed():
+        sent = payload.promise
+        with self._lifecycle.syncing(sent.version), self._timed():
             number = next(self._numbers)
-            facts = await self._rpc("bind_lora", make_request(payload, number, adapter, self._names), payload.version)
-            if facts["equal"] != payload.numel:
+            facts = await self._rpc("bind_lora", make_request(payload, number, adapter, self._names), sent.version)
+            if facts["equal"] != sent.numel:
                 await self._rpc("drop_lora", number)
                 raise SyncError(
-                    f"adapter {adapter!r}, version {payload.version}: {facts['equal']} of {payload.numel} elements read back "
+                    f"adapter {adapter!r}, version {sent.version}: {facts['equal']} of {sent.numel} elements read back "
                     "as they were sent; sync again."
                 )
             old = self.adapters.get(adapter)
             self.adapters[adapter] = number
             if old is not None:
                 await self._rpc("drop_lora", old)
-            return LoRAReceipt(payload.version, None, facts["modules"], facts["tensors"], 0, facts["equal"])
+            return LoRAReceipt(sent.version, None, facts["modules"], facts["tensors"], 0, facts["equal"])
 
     async def drop(self, adapter: str) -> bool:
         """See `vLLMOmniHttpServer.remove_lora`."""

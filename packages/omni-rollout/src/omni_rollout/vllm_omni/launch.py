@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import DiffusionRolloutConfig
@@ -37,6 +38,9 @@ def start_engine(config: DiffusionRolloutConfig, path: str, spec: ModelSpec, cud
     os.environ.setdefault("DIFFUSION_ATTENTION_BACKEND", attention)
     # The first sleep makes pinned memory for all weights: by default one thread asks for it page by page, about 1 GB/s.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "pinned_use_cuda_host_register:True,pinned_num_register_threads:8")
+    # Compiled graphs stay for the next start; the default folder is emptied with /tmp.
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "omni-rollout" / "inductor"))
     if enabled():
         # A kernel library that vLLM imports compiles for CUDA in background processes, which only cost time here.
         os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from lora_sync import get_map
+from lora_sync.one_copy import LentLoRA
 from torch import Tensor
 from vllm_omni.lora.request import LoRARequest
 
@@ -22,6 +23,7 @@ class OmniTensorLoRARequest(LoRARequest):
         peft_config: r and lora_alpha.
         lora_tensors: `<component>.<diffusers module>.lora_A.weight` and `…lora_B.weight`.
         lora_scales: `<component>.<diffusers module>` → factor on B·A where it is not lora_alpha / r.
+        lent: name of an adapter that the worker has borrowed, whose tensors stand in for `lora_tensors`.
         lora_names: which map of lora_sync says what the modules are called in the engine; "any": as they are.
     """
 
@@ -29,10 +31,21 @@ class OmniTensorLoRARequest(LoRARequest):
     lora_tensors: dict | None = None
     lora_scales: dict | None = None
     lora_names: str = "any"
+    lent: str | None = None
 
 
-def make_request(payload: LoRAPayload, lora_int_id: int, name: str, names: str) -> OmniTensorLoRARequest:
+def make_request(payload: LoRAPayload | LentLoRA, lora_int_id: int, name: str, names: str) -> OmniTensorLoRARequest:
     """A request around the tensors of a payload, which are not copied; `names` becomes its `lora_names`."""
+    if isinstance(payload, LentLoRA):
+        return OmniTensorLoRARequest(
+            lora_name=name,
+            lora_int_id=lora_int_id,
+            lora_path=f"/in-memory/{name}",
+            peft_config={"r": payload.rank, "lora_alpha": payload.rank},
+            lora_scales={engine_name(module): scale for module, scale in payload.scales.items()},
+            lora_names=names,
+            lent=payload.name,
+        )
     modules = payload.modules
     return OmniTensorLoRARequest(
         lora_name=name,

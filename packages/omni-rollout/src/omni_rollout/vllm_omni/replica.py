@@ -9,7 +9,7 @@ from ..config import DiffusionRolloutConfig
 from ..errors import ReplicaDeadError
 from ..placement import Node, assign, cluster_nodes, import_ray, on_node
 from ..remote import Remote
-from ..replica import Replica
+from ..replica import Lend, Replica
 from .server import vLLMOmniHttpServer
 
 
@@ -72,6 +72,13 @@ class vLLMOmniReplica(Replica):
             ray.kill(handle)
             raise ReplicaDeadError(f"{self.name} did not start in {limit} s.") from error
         self.remote = server
+
+    async def borrow_base(self, lend: Lend) -> tuple[int, int]:
+        """See `vLLMOmniHttpServer.borrow_base`. An engine over several GPUs holds parts, and keeps its own."""
+        if self.config.vllm_omni.gpus > 1:
+            return 0, 0
+        loans, adapters = await lend(await self.backend.call(vLLMOmniHttpServer.base_layout))
+        return await self.backend.call(vLLMOmniHttpServer.borrow_base, loans, adapters)
 
     async def close(self) -> None:
         """End the engine and its actor."""

@@ -36,6 +36,7 @@ from .translate import engine_params, engine_prompt, sample_row
 
 if TYPE_CHECKING:
     from lora_sync import LoRAPayload, LoRAReceipt, WeightBucket, WeightReceipt
+    from lora_sync.one_copy import Layout, LentLoRA, Loan
     from lora_sync.transport import Link
     from tensordict import TensorDict
 
@@ -47,7 +48,7 @@ class vLLMOmniHttpServer:
         config: the rollout configuration.
         path: diffusers pipeline folder.
         standalone: True forbids generation before the first full sync; False takes the checkpoint's weights as the policy's.
-        cuda_visible_devices: the engine's GPUs; "" leaves the environment as it is.
+        cuda_visible_devices: the engine's GPUs, which a trainer shares; "" leaves the environment as it is.
     """
 
     def __init__(
@@ -81,6 +82,10 @@ class vLLMOmniHttpServer:
         try:
             self.engine = start_engine(self.config, self.path, self.spec, self.cuda_visible_devices)
             await self._rpc("engine_facts")  # an engine that answers has its extension in place
+            if (
+                self.cuda_visible_devices and self.config.vllm_omni.enable_sleep_mode
+            ):  # beside a trainer, where it will sleep
+                await self._rpc("keep_host_copy")
         except Exception as error:
             self.lifecycle.fail(f"start failed: {error}")
             raise
@@ -177,7 +182,7 @@ class vLLMOmniHttpServer:
 
     # -------------------------------------------------------------------------------------------------------- weights
 
-    async def update_lora(self, payload: LoRAPayload, adapter: str = "default") -> LoRAReceipt:
+    async def update_lora(self, payload: LoRAPayload | LentLoRA, adapter: str = "default") -> LoRAReceipt:
         """Bind an adapter from the trainer; the next samples use it. Several may be sent at one version.
 
         Raises `SyncError` unless every element arrived.
@@ -206,6 +211,23 @@ class vLLMOmniHttpServer:
                 if receipt := await self._weights.take(message):
                     return receipt
 
+    async def base_layout(self) -> dict[str, Layout]:
+        """How the engine's base weights lie; see `borrow_base`."""
+        self._must_be("base_layout", "ready")
+        layout: dict[str, Layout] = await self._rpc("base_layout")
+        return layout
+
+    async def borrow_base(
+        self, loans: dict[str, Loan], adapters: dict[str, dict[str, Loan]] | None = None
+    ) -> tuple[int, int]:
+        """Sample with the frozen weights of a trainer on the same device; (bytes shared, bytes of all base weights).
+
+        Adapters that are lent too may come to `update_lora` as a `LentLoRA`.
+        """
+        self._must_be("borrow_base", "ready")
+        shared, whole = await self._rpc("borrow_base", loans, adapters)
+        return shared, whole
+
     async def weights_sum(self) -> str:
         """Content sum of the transformer's base weights (see `lora_sync.content_sum`)."""
         self._must_be("weights_sum", "ready", "syncing")
@@ -222,7 +244,13 @@ class vLLMOmniHttpServer:
     async def sleep(self) -> None:
         """Free the GPU; weights wait in host memory."""
         self.lifecycle.sleep()
+        await self._rpc("put_weights_away")
         await self.engine.sleep(level=1)
+
+    async def release_memory(self) -> None:
+        """Give back what the last samples used on the GPU; weights stay."""
+        self._must_be("release_memory", "ready")
+        await self._rpc("release_memory")
 
     async def wake_up(self) -> None:
         """Weights back on the GPU."""

@@ -121,7 +121,10 @@ class WorkerAdapters:
     def _factors(self, layer: Any, parts: Mapping[int, Mapping[str, Tensor]]) -> Factors:
         """This rank's factors of a layer; parts without an adapter are zero, lower ranks are filled up with zeros."""
         sizes, ranks = _sizes(layer), [part["A"].shape[0] for part in parts.values()]
-        rank, wide = max(ranks), layer.weight.shape[1]
+        rank, wide = (
+            max(ranks),
+            getattr(layer, "input_size_per_partition", layer.input_size),
+        )  # fp8 turns its weight round
         a = torch.zeros(len(sizes) * rank, wide, device=self.device, dtype=self.dtype)
         b = torch.zeros(sum(sizes), rank, device=self.device, dtype=self.dtype)
         for number, part in parts.items():

@@ -6,17 +6,21 @@ as `{"supported": False, …}`, which `rpc.checked` turns back into an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from lora_sync.checksum import added_sums, value_sum
 from lora_sync.layers import base_name
+from lora_sync.one_copy import Layout, Loan
 from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
+from vllm_omni.platforms import current_omni_platform
 
+from .host_copy import HostCopy
 from .lora_request import OmniTensorLoRARequest, checked_config, engine_name
 from .shared import read_bucket
 from .worker_adapters import WorkerAdapters
@@ -29,11 +33,16 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
     lora_manager: Any
     _parts: dict[str, Tensor]
     _sent_sums: list[str]
+    _borrowed = False
+    _lent: dict[str, dict[str, Tensor]]
+    _host_copy: HostCopy | None = None
 
     # ------------------------------------------------------------------------------------------------------- LoRA
 
     def bind_lora(self, request: OmniTensorLoRARequest, version: int) -> dict[str, Any]:
         """Bind an adapter under its new id, switch it on, and read it back; see `WorkerAdapters.bind`."""
+        if request.lent is not None:
+            request.lora_tensors = self._lent[request.lent]
         facts = self._adapters().bind(request)
         self.model_runner.pipeline.policy_version = version
         return facts
@@ -102,9 +111,13 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
 
     @torch.no_grad()
     def _take_weights(self, named: list[tuple[str, Tensor]], first: bool, last: bool, version: int) -> dict[str, Any]:
+        if self._borrowed:
+            raise ValueError("these weights are the trainer's own: they cannot be replaced here")
         pipeline = self.model_runner.pipeline
         held = self._base_parameters()
         if first:
+            if self._host_copy is not None:
+                self._host_copy.forget()
             for parameter in held:
                 parameter.fill_(float("nan"))  # what is still NaN after the last bucket was not sent
         pipeline.load_weights((engine_name(base_name(name)), value) for name, value in named)
@@ -152,6 +165,66 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
             for module in whole.modules() if whole is not None else ():
                 for name, parameter in module.named_parameters(recurse=False):
                     yield module, name, parameter
+
+    # -------------------------------------------------------------------------------------- weights of a trainer
+
+    def base_layout(self) -> dict[str, Layout]:
+        """How the base weights lie here, by name below the pipeline."""
+        return {name: Layout(parameter.dtype, tuple(parameter.shape)) for name, parameter in self._named_base()}
+
+    @torch.no_grad()
+    def borrow_base(
+        self, loans: Mapping[str, Loan], adapters: Mapping[str, Mapping[str, Loan]] | None = None
+    ) -> tuple[int, int]:
+        """Use a trainer's weights in the place of those that equal them here, which are given back to the device; and open its
+        adapters, by name, for `bind_lora`.
+
+        Returns:
+            Bytes that are shared now, and bytes of all base weights.
+        """
+        shared = whole = 0
+        for name, parameter in self._named_base():
+            whole += parameter.nbytes
+            if name in loans and torch.equal(lent := loans[name].open(), parameter):
+                parameter.data = lent
+                shared += lent.nbytes
+        self._lent = {
+            adapter: {engine_name(name): loan.open() for name, loan in lent.items()}
+            for adapter, lent in (adapters or {}).items()
+        }
+        self._borrowed = shared > 0
+        self.release_memory()
+        return shared, whole
+
+    # ---------------------------------------------------------------------------------------------------- memory
+
+    def keep_host_copy(self) -> None:
+        """Copy the weights to the host in the background, for a sleep that only has to free them; nothing on a CPU."""
+        if not torch.cuda.is_available():
+            return
+        from vllm.device_allocator import cumem
+
+        allocator = cumem.CuMemAllocator.get_instance()
+        self._host_copy = HostCopy(allocator, cumem.libcudart.cudaMemcpy, cumem.unmap_and_release)
+        self._host_copy.begin()
+
+    def put_weights_away(self) -> int:
+        """Free what the host copy holds, before the engine's own sleep sees to the rest; bytes."""
+        if self._host_copy is None:
+            return 0
+        current_omni_platform.synchronize()
+        return self._host_copy.put_away()
+
+    def release_memory(self) -> None:
+        """Give what the last samples used back to the device."""
+        gc.collect()
+        current_omni_platform.empty_cache()
+
+    def _named_base(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for component in ("transformer", "transformer_2"):
+            whole = getattr(self.model_runner.pipeline, component, None)
+            for name, parameter in whole.named_parameters() if whole is not None else ():
+                yield f"{component}.{name}", parameter
 
     def engine_facts(self) -> dict[str, Any]:
         """What the server wants to know about this worker."""
