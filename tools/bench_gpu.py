@@ -19,8 +19,9 @@ others, and within a part a section that fails does not stop the next. Results a
     engine     vLLM-Omni: pictures with and without the adapter, whole batches or one by one, sync, sleep, wake
     engine_attention, engine_fp8   the same engine with other attention kernels, and with fp8 weights
     program    `apps/flowgrpo` itself with shared weights; program_again: a second start, the compiled graphs kept;
-               program_fp8: sampling in fp8; program_engine: with an engine beside it, asleep in updates; program_one_copy: an
-               engine that samples with the trainer's own frozen weights; program_engine_again: a second start of the former
+               program_two: two cards, twice the samples; program_fp8: sampling in fp8; program_engine: with an engine
+               beside it, asleep in updates; program_one_copy: an engine that samples with the trainer's own frozen
+               weights; program_engine_again: a second start of the former
     growth     forward and update by batch and resolution
     sizes      SD3.5 Medium's size and Wan 5B's, beside plain diffusers
     ranks      the update over --ranks processes, replicated and sharded
@@ -67,6 +68,7 @@ DEADLINES = {
     "engine_fp8": 285,
     "program": 285,
     "program_again": 200,
+    "program_two": 285,
     "program_fp8": 240,
     "program_engine": 400,
     "program_one_copy": 320,
@@ -77,6 +79,8 @@ DEADLINES = {
 }
 """Seconds that a part may take on a card."""
 PARTS = tuple(DEADLINES)
+ALL_CARDS = ("ranks", "program_two", "program_engine", "program_one_copy")
+"""Parts that take every card of `--cards`."""
 
 
 @dataclass(frozen=True)
@@ -799,6 +803,12 @@ def program_again(size: Size, folder: Path, report: Report) -> None:
     program(size, folder, report, "trainer.total_steps=1")
 
 
+def program_two(size: Size, folder: Path, report: Report) -> None:
+    """Two cards and twice the samples: a step should take as long as `program`'s."""
+    keys = ("trainer.num_workers=2", "data.prompts_per_step=4", f"actor.ppo_mini_batch_size={2 * size.batch}")
+    program(size, folder, report, *keys, "trainer.total_steps=3")
+
+
 def program_fp8(size: Size, folder: Path, report: Report) -> None:
     """Two steps with the rollout in fp8."""
     program(size, folder, report, "trainer.total_steps=2", "rollout.fp8=true")
@@ -906,11 +916,7 @@ def schedule(options: argparse.Namespace, folder: Path, into: Path, logs: Path, 
     running: list[tuple[str, subprocess.Popen[bytes], list[str | None], float]] = []
     try:
         while waiting or running:
-            whole = bool(waiting) and waiting[0] in (
-                "ranks",
-                "program_engine",
-                "program_one_copy",
-            )  # these take all cards
+            whole = bool(waiting) and waiting[0] in ALL_CARDS
             if waiting and time.monotonic() < end and len(free) >= (every if whole else 1):
                 part, mine = waiting.pop(0), [free.pop(0) for _ in range(every if whole else 1)]
                 cards = None if mine == [None] else ",".join(card or "" for card in mine)
