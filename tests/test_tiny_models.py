@@ -89,6 +89,8 @@ def rows_of(app, model, recipe, folder, *more):
 @pytest.mark.parametrize(("name", "app", "recipe", "more"), CASES, ids=[f"{c[0]}-{c[2]}" for c in CASES])
 def test_two_steps_on_a_tiny_model(name, app, recipe, more, model, one_process, tmp_path):
     rows = rows_of(app, model(name), recipe, tmp_path / "run", *more)
+    films = [video_size(file) for file in (tmp_path / "run").rglob("*.mp4")]
+    assert films == ([(32, 32, 5)] if name.startswith("wan") else [])
     if app is FLOWGRPO:
         assert max(row["actor/rollout_log_prob_diff_max"] for row in rows) <= 1e-6
         assert rows[0]["actor/on_policy"] == 1
