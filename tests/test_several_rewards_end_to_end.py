@@ -95,6 +95,20 @@ def test_the_watchdog_warns_goes_back_and_ends_a_run(one_process, metric_rows, t
     assert same == [False, False, True, True, True]
 
 
+def test_a_rule_that_stops_a_run_says_why_and_the_run_goes_on_without_it(one_process, metric_rows, tmp_path, capsys):
+    folder = tmp_path / "run"
+    arguments = [*MICRO, "trainer.val_every=0", "trainer.val_before_train=false", f"trainer.run_dir={folder}"]
+    rule = "trainer.watchdog.kl={bound: -1, steps: 2, action: stop}"
+    assert run(APP, [*arguments, "trainer.total_steps=3", rule]) == 1
+    reason = "the KL to the base model is"
+    assert f"the watchdog ended the run after step 2: {reason}" in capsys.readouterr().err
+    assert reason in (folder / "report.html").read_text()
+    assert [one.name for one in folder.glob("checkpoints/step_*")] == ["step_000001"]  # what collapsed is not kept
+    more = ["trainer.total_steps=3", "trainer.on_existing=resume", "trainer.watchdog.kl.action=off"]
+    assert run(APP, [*arguments, *more]) == 0
+    assert [row["step"] for row in metric_rows(folder)] == [1, 2, 3]
+
+
 def test_what_shares_the_trainers_cards_leaves_them_before_every_update(one_process, monkeypatch, tmp_path):
     seen, train = [], ActorRolloutRefWorker.update_actor
 
