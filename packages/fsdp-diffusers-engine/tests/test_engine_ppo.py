@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from diffusion_losses import DiffusionLossConfig, diffusion_loss
+from diffusion_losses import DiffusionLossConfig, diffusion_loss, numbers, pool_statistics
 from fsdp_diffusers_engine import DiffusionLoss, EngineError, embeds_padding_2_no_padding, gather_outputs, offload
-from fsdp_diffusers_engine.batch import settings_of
+from fsdp_diffusers_engine.batch import OWN, settings_of
 from model_specs import PromptEmbeds
 from sde_samplers import flow_match, rollout, sample_generator, sde_step
 from tensordict import NonTensorStack
@@ -90,6 +90,29 @@ def test_gradient_is_that_of_the_whole_batch(make_engine: Any, make_batch: Any, 
     expected = {n: p.grad for n, p in engine.trainable.items() if p.grad is not None}
     assert len(expected) > 30
     assert close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("mode", ["flow_grpo", "gspo", "mix_grpo"])
+def test_the_first_step_may_take_its_old_log_probs_from_its_own_forward(
+    make_engine: Any, make_batch: Any, stir: Any, mode: str
+) -> None:
+    """As if a pass of its own had scored them: the same gradient and the same metrics, and a ratio that is exactly 1."""
+    engine, data, loss = make_engine(), make_batch(count=4), DiffusionLoss(DiffusionLossConfig(mode, clip_ratio=1e-3))
+    stir(engine)
+    data.set_non_tensor("micro_batch_size", 2)
+    data["old_log_probs"] = log_probs(engine, data)
+    wanted = gradients(engine, data, loss)
+    told = pool_statistics(engine.forward_backward(data, loss))
+    own = data.clone()
+    own["old_log_probs"] = torch.full_like(data["old_log_probs"], OWN)
+    assert close(gradients(engine, own, loss), wanted, 1e-5)
+    found = pool_statistics(engine.forward_backward(own, loss))
+    assert numbers(found) == pytest.approx(numbers(told), abs=1e-6)
+    assert numbers(found)["actor/ratio_mean"] == 1.0
+    assert numbers(found)["actor/ratio_std"] == 0.0
+    own["old_log_probs"][1:] = data["old_log_probs"][1:] + 2e-3  # rows of both kinds: each keeps its own
+    data["old_log_probs"][1:] += 2e-3
+    assert close(gradients(engine, own, loss), gradients(engine, data, loss), 1e-5)
 
 
 def test_micro_batches_windows_and_padding_change_nothing(make_engine: Any, make_batch: Any, stir: Any) -> None:

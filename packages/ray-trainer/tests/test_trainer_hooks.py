@@ -11,6 +11,7 @@ import torch
 from diffusion_losses import DiffusionLossConfig
 from ray_trainer.config import RolloutCorrectionConfig, compose
 from ray_trainer.errors import TrainerError
+from ray_trainer.group import WorkerGroup
 from ray_trainer.rules import check_experts, check_rules
 from ray_trainer.workers import ActorRolloutRefWorker as Worker
 from run_report import MetricsWriter
@@ -33,6 +34,8 @@ def test_a_random_share_of_the_steps_is_trained():
 
 class Config:
     """As much of a config as the hooks read."""
+
+    update_scores_first = True
 
     class algorithm:
         advantage_std, advantage_ddof, advantage_eps, flat_groups = "batch", 0, 1e-4, "keep"
@@ -98,6 +101,9 @@ class Workers:
         self.each(method, batch)
         return self.log_probs
 
+    def score_after_first(self, batch, step):
+        self.each(WorkerGroup.score_after_first, batch)
+
 
 def settled(difference, run, *more, clip=1e-3):
     """(methods that scored, floor that was logged, line) of a first and a second step with `old_log_probs=auto`."""
@@ -107,7 +113,7 @@ def settled(difference, run, *more, clip=1e-3):
     made.workers, made.run, made._note = Workers(), SimpleNamespace(path=run), said.append
     made.workers.log_probs = torch.tensor([[[0.0, 0.0], [0.0, 0.0]], [[-0.5, -0.5], [-0.5, -0.5 + difference]]])
     batch = scored([0.0, 1.0])
-    metrics = [made.compute_old_log_prob(batch) for _ in range(2)]
+    metrics = [made.compute_old_log_prob(batch, step) for step in range(2)]
     assert metrics[1] == {}
     return [method for method, *_ in made.workers.rows], metrics[0].get(grpo.FLOOR), said
 
@@ -118,14 +124,14 @@ def test_auto_takes_the_rollouts_log_probs_when_they_are_within_a_tenth_of_the_c
     assert floor == pytest.approx(6e-5, rel=1e-3)
     assert "differ by 6.00e-05 at most, within 0.1 of clip_ratio=0.001: the rollout's own log-probs serve" in line
     methods, _, (line,) = settled(6e-5, tmp_path, clip=1e-4)
-    assert methods == [Worker.measure_log_prob, Worker.compute_log_prob, Worker.compute_log_prob]
+    assert methods == [Worker.measure_log_prob, *[WorkerGroup.score_after_first] * 2]
     assert "more than 0.1 of clip_ratio=0.0001: the trainer scores the samples again" in line
     # A resumed run decides by the same number, whatever is measured now.
     with MetricsWriter(tmp_path) as writer:
         writer.append(1, {grpo.FLOOR: 0.5})
         writer.append(2, {"reward/mean": 0.5})
     methods, floor, _ = settled(0.0, tmp_path)
-    assert methods == [Worker.compute_log_prob] * 2
+    assert methods == [WorkerGroup.score_after_first] * 2
     assert floor is None
 
 
@@ -206,7 +212,7 @@ def test_dropped_rows_cost_no_forward(rewards, monkeypatch):
     data, _ = made.prepare_update(batch, 0)
     left = 5 if rewards is REWARDS else 0
     assert len(data) == left
-    asked = [(Worker.choose_steps, 5, 5), (Worker.compute_log_prob, 5), (Worker.compute_ref_log_prob, 5)]
+    asked = [(Worker.choose_steps, 5, 5), (WorkerGroup.score_after_first, 5), (Worker.compute_ref_log_prob, 5)]
     assert made.workers.rows == (asked if left else [])
 
 

@@ -27,6 +27,7 @@ import ray_trainer.rollouts
 import torch
 from diffusion_losses import statistic
 from flowgrpo.trainer import RayFlowGRPOTrainer
+from fsdp_diffusers_engine.batch import mini_batches
 from image_rewards import RewardResult
 from image_rewards.loop import RewardLoopWorker
 from omni_rollout.errors import ReplicaError
@@ -390,6 +391,30 @@ def test_a_rank_whose_rows_were_all_left_out_meets_the_others_with_a_row_of_the_
     assert {"old_log_probs", "old_means", "ref_means"} <= set(first[-1][0])
     assert others == [first] * 3
     assert sum(row >= 0 for rank in made.group.call(Logical.what_was_trained) for row, _, _ in rank) == 3
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_old_log_probs_are_scored_for_the_rows_after_the_first_optimizer_step(program, workers):
+    """Those of the first mini-batch come with the update's own forward."""
+    made = program(
+        workers, 32, 0, "algorithm.old_log_probs=trainer", "actor.ppo_mini_batch_size=16", "actor.shuffle=true"
+    )
+    batch = made.trainer.generate_sequence(made.prompts, 0)
+    made.trainer.compute_rm_score(batch)
+    data, _ = made.trainer.prepare_update(batch, 0)
+    first, later = mini_batches(made.trainer.config.actor, len(data), 0, planned=made.group.mini_batches)
+    old = [
+        made.group.of_rank(int(owner))[0].submit(Worker.give, [int(slot)])
+        for owner, slot in zip(data["owner"], data["slot"], strict=True)
+    ]
+    old = torch.cat([rows.tensors["old_log_probs"] for rows in made.group._ray.get(old)])
+    theirs = torch.tensor(
+        [int(u.rpartition("/")[2]) * 1000.0 + int(i) for u, i in zip(data["uid"], data["index"], strict=True)]
+    )
+    assert torch.equal(old[later], theirs[later, None].expand(-1, 2))
+    assert (
+        float(old[first].isnan().float().mean()) > 0.5
+    )  # a rank without a later row scores one of its own for nothing
 
 
 @pytest.mark.parametrize("engines", [0, 3])

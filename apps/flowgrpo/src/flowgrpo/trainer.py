@@ -30,15 +30,16 @@ class RayFlowGRPOTrainer(RayDiffusionTrainer):
         schema.check(batch, ("advantages",), "compute_advantage")
         if len(batch):
             self.choose_steps(batch, step)
-            metrics |= self.compute_old_log_prob(batch)
+            metrics |= self.compute_old_log_prob(batch, step)
             self.compute_ref_log_prob(batch)
         return batch, metrics
 
-    def compute_old_log_prob(self, batch: TensorDict) -> Metrics:
+    def compute_old_log_prob(self, batch: TensorDict, step: int) -> Metrics:
         """`old_log_probs` [W] of each row, and `old_means` where the loss needs them, in the workers that keep the rows.
 
         The rollout's own numbers serve when sampler and trainer are one function; their difference is logged at every step
-        as `actor/rollout_log_prob_diff_max`. Otherwise the trainer scores the trajectory again. `algorithm.rollout_correction`
+        as `actor/rollout_log_prob_diff_max`. Otherwise the trainer scores the trajectory again, but for the rows of the first
+        mini-batch where nothing else reads their scores: the update's own forward gives them. `algorithm.rollout_correction`
         then makes `rollout_weights` and `mask` [B, W] of the two.
         """
         metrics: Metrics = {}
@@ -47,6 +48,9 @@ class RayFlowGRPOTrainer(RayDiffusionTrainer):
         if old == "auto":
             old, metrics = self._settled(batch)
         if old == "rollout" and fix.mode != "bypass":
+            return metrics
+        if fix.mode == "none" and self.config.update_scores_first:
+            self.workers.score_after_first(batch, step)
             return metrics
         both = self.workers.each_row(Worker.compute_log_prob if old == "trainer" else Worker.measure_log_prob, batch)
         if fix.mode == "none":

@@ -29,6 +29,9 @@ PROMPTS = tuple(
     for key in ("prompt_embeds", "prompt_embeds_mask", "pooled_prompt_embeds")
 )
 """Keys of the prompts' tensors."""
+OWN = math.nan
+"""As a row's old log-prob: that of the update's own forward, while the weights are those that are meant. Its ratio is then exactly
+1, and a log-prob that is no number does not hide behind it: the loss refuses the new one."""
 
 
 def plain(data: TensorDict | Mapping[str, Any], key: str, default: Any = None) -> Any:

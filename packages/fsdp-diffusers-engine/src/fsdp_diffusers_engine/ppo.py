@@ -48,7 +48,8 @@ class Replay(Objective):
     Batch: `latents`, `next_latents` [B, W, …] fp32, `step_index` [B, W], `sigmas` [B, K+1] or [K+1] fp32,
     `prompt_embeds` [B, S, C] with `prompt_embeds_mask` [B, S] (or jagged), `negative_prompt_embeds` with mask
     when `true_cfg_scale` asks for them, `pooled_prompt_embeds` where the model takes them. For training:
-    `advantages` [B] or [B, W], `old_log_probs` [B, W] (the rollout's own when absent), and what the loss needs of
+    `advantages` [B] or [B, W], `old_log_probs` [B, W] (the rollout's own when absent; `batch.OWN` for rows whose own forward shall
+    give them), and what the loss needs of
     `old_means`, `ref_means` [B, W, …], `step_weights` [B, W], `mask` [B] or [B, W] (which elements count), and the
     tensors that the loss's `LossSpec.reads` names beside these, [B] or [B, W, …].
     Non-tensor data: `micro_batch_size`, and `settings`, the `sde_samplers.SamplerSettings` that drew it; optionally
@@ -116,6 +117,7 @@ class Replay(Objective):
             "sigma": sigma.to(policy.device),
             "sigma_next": sigma_next.to(policy.device),
             "transition": {k: float(v[0]) for k, v in transition.items()} if shared else transition,
+            "old_log_probs": micro_batch["old_log_probs"][:, step] if "old_log_probs" in micro_batch else None,
         }
 
     def score(self, inputs: Mapping[str, Any], velocity: Tensor, settings: SamplerSettings) -> dict[str, Tensor]:
@@ -142,8 +144,10 @@ class Replay(Objective):
     def row(
         self, inputs: Mapping[str, Any], output: Mapping[str, Tensor], config: DiffusionLossConfig | None
     ) -> dict[str, Tensor]:
-        """Where the transition begins and ends."""
-        return {key: inputs[key] for key in ("sigma", "sigma_next", "next_latents")}
+        """Where the transition begins and ends, and its old log-prob."""
+        old, own = inputs["old_log_probs"], output["log_probs"].detach()
+        known = {} if old is None else {"old_log_probs": torch.where(old.isnan(), own, old)}
+        return {key: inputs[key] for key in ("sigma", "sigma_next", "next_latents")} | known
 
     def others(
         self, policy: Policy, micro_batch: Mapping[str, Any], step: int, config: DiffusionLossConfig

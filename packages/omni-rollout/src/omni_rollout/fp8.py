@@ -7,8 +7,9 @@ slightly other policy than the trainer's: what it amounts to is measured at ever
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,13 @@ def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (rows.float() / scale).to(torch.float8_e4m3fn), scale
 
 
+@cache
+def _rounder(device: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """`rounded`, on a GPU as one kernel, which reads a weight once: 20 B of them then take some hundredths of a second, and need
+    not be kept in fp8 while an update wants the memory."""
+    return torch.compile(rounded, dynamic=False) if device == "cuda" else rounded
+
+
 @contextmanager
 def fp8_weights(transformer: nn.Module) -> Iterator[None]:
     """Inside, the blocks' linear layers multiply in fp8. The copies take half of the bf16 weights' memory, and go at the end.
@@ -52,8 +60,9 @@ def fp8_weights(transformer: nn.Module) -> Iterator[None]:
     layers: list[nn.Module] = [*_layers(transformer)]
     try:
         for layer in layers:
+            weight = _own(layer)  # type: ignore[arg-type]
             with torch.no_grad():
-                layer.low, layer.scale = rounded(_own(layer))  # type: ignore[assignment, arg-type]
+                layer.low, layer.scale = _rounder(weight.device.type)(weight)  # type: ignore[assignment]
             layer.__class__ = Fp8Linear
         yield
     finally:

@@ -323,6 +323,12 @@ class RunConfig:
         return self.actor.diffusion_loss.needs_old_means and self.algorithm.old_log_probs == "rollout"
 
     @property
+    def update_scores_first(self) -> bool:
+        """Whether the first optimizer step may take its old log-probs from its own forward: nothing else reads them, and no later
+        epoch comes back to its rows."""
+        return self.actor.ppo_epochs == 1 and not self.actor.diffusion_loss.needs_old_means
+
+    @property
     def keeps_drew(self) -> bool:
         """Whether the policy that drew a batch is kept until the loss has compared with it: samples are drawn a step early."""
         return self.trainer.staleness > 0 and self.actor.diffusion_loss.needs_old_velocity

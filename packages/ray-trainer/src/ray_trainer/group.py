@@ -214,6 +214,13 @@ class WorkerGroup:
             found |= dict(zip(mine, answer, strict=False))
         return torch.from_numpy(np.stack([found[row] for row in range(len(batch))]))
 
+    def score_after_first(self, batch: TensorDict, step: int) -> None:
+        """Old log-probs of the rows that are trained after the first optimizer step; the others' are left to its own forward."""
+        first, *later = mini_batches(self.config.actor, len(batch), step, planned=self.mini_batches)
+        self.each(Worker.leave_old_log_prob, batch[first])
+        if later:  # a rank without one of them scores its first row for nothing, which does no harm
+            self.each(Worker.compute_log_prob, batch[torch.cat(later).sort().values])
+
     def update_actor(self, batch: TensorDict, step: int) -> dict[str, float]:
         """Optimizer steps over the rows of `batch`, each on the rank that keeps it; metrics of all ranks together."""
         loss = self.config.actor.diffusion_loss

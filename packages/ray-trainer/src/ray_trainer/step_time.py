@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .card_memory import KEPT, Needs, Placement
-from .config import RunConfig
+from .config import RunConfig, updates_per_step
 from .model_folder import check_folder
 from .prompts import Prompt
 
@@ -122,7 +122,11 @@ def phases(
     micro = actor.ppo_micro_batch_size_per_gpu
     scored = actor.log_prob_micro_batch_size_per_gpu or micro
     if loss.spec.replays and config.algorithm.old_log_probs == "trainer":
-        found.append(Phase("old log-probs", forward(rows, scored), f"{rows:g} rows forward"))
+        again = rows
+        if config.update_scores_first and config.algorithm.rollout_correction.mode == "none":
+            again -= rows / updates_per_step(config)  # the first optimizer step's own forward gives them
+        if again:
+            found.append(Phase("old log-probs", forward(again, scored), f"{again:g} rows forward"))
     others = int(loss.reference_key is not None)
     others += int(loss.needs_old_velocity and "old" in config.model.policy_state_adapters)
     others += int(config.keeps_drew and config.drawing_state != "old")

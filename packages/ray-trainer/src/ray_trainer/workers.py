@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from fsdp_diffusers_engine.batch import OWN
 from fsdp_diffusers_engine.config import DREW
 from omni_rollout.kept import with_latents
 from omni_rollout.samples import Rows, parted
@@ -194,6 +195,12 @@ class ActorRolloutRefWorker:
             found["old_means"] = scores["means"]
         self.rows.put(slots, found)
         return self._beside_the_rollouts(slots, scores["log_probs"])
+
+    def leave_old_log_prob(self, slots: Sequence[int]) -> None:
+        """Let the update's own forward give these rows' `old_log_probs`: they are of the first mini-batch."""
+        self.rows.put(
+            slots, {"old_log_probs": torch.full_like(self.rows.rows(slots).tensors["rollout_log_probs"], OWN)}
+        )
 
     def measure_log_prob(self, slots: Sequence[int]) -> np.ndarray:
         """What `compute_log_prob` returns; nothing is kept."""
