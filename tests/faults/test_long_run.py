@@ -31,19 +31,23 @@ def role(process):
 
 
 def look(driver, temporary):
-    """What every process has: `memory_mb` is its own (unique set size); `all` is what they have together."""
-    seen, shared = {}, 0.0
+    """What every process has: `memory_mb` without what it has mapped of files; `all` is what they have together."""
+    seen, shared = {}, {}
     for one in [driver, *driver.children(recursive=True)]:
+        here = Path(f"/proc/{one.pid}")
         try:
             name = "driver" if one == driver else f"{role(one)} {one.pid}"
-            memory = one.memory_full_info().uss / 2**20
-            seen[name] = {"memory_mb": memory, "descriptors": one.num_fds(), "threads": one.num_threads()}
-            rollup = Path(f"/proc/{one.pid}/smaps_rollup").read_text().split()
-            shared += int(rollup[rollup.index("Pss_Shmem:") + 1]) / 1024
-        except (psutil.Error, OSError):  # it has just ended
+            rollup, opened = (here / "smaps_rollup").read_text().split(), [*(here / "fd").iterdir()]
+            memory = int(rollup[rollup.index("Anonymous:") + 1]) / 1024
+            seen[name] = {"memory_mb": memory, "descriptors": len(opened), "threads": one.num_threads()}
+            for file in opened:
+                if os.readlink(file).startswith("/dev/shm/"):
+                    facts = file.stat()
+                    shared[facts.st_ino] = facts.st_blocks * 512 / 2**20
+        except (psutil.Error, OSError, ValueError):  # it has just ended
             continue
     files = [file for folder in temporary for file in folder.rglob("*") if not file.is_dir()]
-    return seen | {"all": {"processes": len(seen), "shared_mb": shared, "files": len(files)}}
+    return seen | {"all": {"processes": len(seen), "shared_mb": sum(shared.values()), "files": len(files)}}
 
 
 def growth(points):
