@@ -79,7 +79,7 @@ DEADLINES = {
 }
 """Seconds that a part may take on a card."""
 PARTS = tuple(DEADLINES)
-ALL_CARDS = ("ranks", "program_two", "program_engine", "program_one_copy")
+ALL_CARDS = ("ranks", "program_two", "program_engine")
 """Parts that take every card of `--cards`."""
 
 

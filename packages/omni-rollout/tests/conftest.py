@@ -309,12 +309,12 @@ class LendingServer(vLLMOmniHttpServer):
         class Pipeline(RolloutMixin, torch.nn.Module):
             pass
 
-        pipeline = Pipeline()
-        pipeline.late, pipeline.there = torch.nn.Linear(2, 2, device="meta"), torch.nn.Linear(2, 2)
-        get_layerwise_info(pipeline.late).restore_device = torch.device("meta")
+        late, there = torch.nn.Linear(2, 2, device="meta"), torch.nn.Linear(2, 2)
+        pipeline, kept = Pipeline(), there.weight.detach().clone()
+        pipeline.transformer = torch.nn.ModuleDict({"late": late, "there": there})
+        get_layerwise_info(late).restore_device = torch.device("meta")
         pipeline.to(torch.device("cpu"))
-        home = get_layerwise_info(pipeline.late).restore_device
-        return pipeline.late.weight.is_meta, str(home), str(pipeline.there.weight.device)
+        return late.weight.is_meta, str(get_layerwise_info(late).restore_device), torch.equal(there.weight, kept)
 
     async def bound_to_a_turned_weight(self, payload):
         """What the engine's adapters answer for a layer [6 → 4] whose weight lies as fp8 has it, [in, out], and its product."""

@@ -69,16 +69,31 @@ class RolloutMixin:
         return replace(output, trajectory_latents=big, trajectory_log_probs=fields, to_cpu=output.media is None)
 
     def to(self, device: Any, *args: Any, **kwargs: Any) -> Any:
-        """Move what was built on the CPU; layers without values yet, which the engine quantizes as it loads them, get them there.
+        """Move what was built on the CPU. The engine moves a pipeline of one's own before it loads the transformer's weights.
 
-        The engine moves a pipeline of one's own before it loads, and torch cannot move a tensor without values.
+        Layers on the meta device, which it quantizes as it loads them, get their values on this one; torch refuses to move what has
+        none. The other layers' weights are made anew: nothing is in them that would be worth a copy of the whole model.
         """
+        from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
-        for module in self.modules():  # type: ignore[attr-defined]
-            if module in LAYERWISE_INFO:
-                LAYERWISE_INFO[module].restore_device = torch.device(device)
-        return self._apply(lambda t: t if t.is_meta else t.to(device, *args, **kwargs))  # type: ignore[attr-defined]
+        loads = set[int]()
+        for name in ("transformer", "transformer_2"):
+            part = getattr(self, name, None)
+            for module in part.modules() if part is not None else ():
+                if module in LAYERWISE_INFO:
+                    LAYERWISE_INFO[module].restore_device = torch.device(device)
+                if isinstance(module, LinearBase):
+                    loads.add(id(getattr(module, "weight", None)))
+
+        def move(tensor: Tensor) -> Tensor:
+            if tensor.is_meta:
+                return tensor
+            return (
+                torch.empty_like(tensor, device=device) if id(tensor) in loads else tensor.to(device, *args, **kwargs)
+            )
+
+        return self._apply(move)  # type: ignore[attr-defined]
 
     # ----------------------------------------------------------------------------------------- hooks of the engine
 

@@ -193,6 +193,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
             for adapter, lent in (adapters or {}).items()
         }
         self._borrowed = shared > 0
+        gc.collect()
         self.release_memory()
         return shared, whole
 
@@ -217,7 +218,6 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
 
     def release_memory(self) -> None:
         """Give what the last samples used back to the device."""
-        gc.collect()
         current_omni_platform.empty_cache()
 
     def _named_base(self) -> Iterator[tuple[str, nn.Parameter]]:
