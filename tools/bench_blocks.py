@@ -670,6 +670,49 @@ def plain(work: Work) -> tuple[float, float, dict[str, Any]]:
     return forward, update, {"useful_tflops": 2 * tflop(engine, work, few) / update}
 
 
+def lora_products(small: bool, report: Report) -> None:
+    """An engine's layers of 16 rows with an adapter: its product added to the layer's as it ships, or the layer's added to it."""
+    import torch
+    from omni_rollout.vllm_omni.lora_product import add_lora
+
+    tokens, wide, rank, dtype = (32, 24, 4, torch.float32) if small else (16 * 1099, 3072, 64, torch.bfloat16)
+    for name, parts in (("qkv", 3), ("out", 1)):
+        sizes = [wide] * parts
+        x, weight, bias, a, b = (
+            torch.randn(shape, device=device(), dtype=dtype) * 0.05
+            for shape in ((tokens, wide), (sum(sizes), wide), (sum(sizes),), (parts * rank, wide), (sum(sizes), rank))
+        )
+
+        def alone(x: Any = x, weight: Any = weight, bias: Any = bias) -> Any:
+            return torch.nn.functional.linear(x, weight, bias)
+
+        def added(x: Any = x, a: Any = a, b: Any = b, sizes: Any = sizes, alone: Any = alone) -> Any:
+            y = alone()
+            add_lora(y, x, a, b, sizes)
+            return y
+
+        def first(x: Any = x, w: Any = weight, bias: Any = bias, a: Any = a, b: Any = b, sizes: Any = sizes) -> Any:
+            low, y, start = x @ a.t(), x.new_empty(len(x), len(w)), 0
+            for part, size in enumerate(sizes):
+                columns = slice(start, start + size)
+                down = low[:, part * rank : (part + 1) * rank]
+                torch.addmm(bias[columns], down, b[columns].t(), out=y[:, columns])
+                start += size
+            return y.addmm_(x, w.t())
+
+        wanted = alone(x[:256].double(), weight.double(), bias.double())
+        for part, size in enumerate(sizes):
+            rows = slice(part * rank, (part + 1) * rank)
+            wanted[:, part * size : (part + 1) * size] += (
+                x[:256].double() @ a[rows].double().t() @ b[part * size : (part + 1) * size].double().t()
+            )
+        for what, run in (("no adapter", alone), ("as it ships", added), ("the layer's added", first)):
+            seconds, _ = timed(lambda run=run: [run() for _ in range(20)], 5)
+            off = float((run()[:256].double() - wanted).norm() / wanted.norm())
+            report(f"{name}, {what}", ms=50 * seconds, off_by=off, good=what == "no adapter" or off < 1e-2)
+
+
 PARTS: dict[str, Callable[[bool, Report], None]] = {
+    "lora_products": lora_products,
     "attention": attention, "precision": precision, "changes": changes, "growth": growth, "sizes": sizes,
 }  # fmt: skip

@@ -16,6 +16,7 @@ others, and within a part a section that fails does not stop the next. Results a
     rollouts   the trainer's own rollout: as it is, in fp8, its adapter merged into the weights, both
     trainer    the trainer's own rollout, log-prob replay and update; it also scores the engine's samples
     one_copy   frozen weights of this process, used by another one where they lie
+    lora_products   an engine's layers with an adapter, the products in either order
     engine     vLLM-Omni: pictures with and without the adapter, whole batches or one by one, sync, sleep, wake
     engine_attention, engine_fp8   the same engine with other attention kernels, and with fp8 weights
     program    `apps/flowgrpo` itself with shared weights; program_again: a second start, the compiled graphs kept;
@@ -63,6 +64,7 @@ DEADLINES = {
     "rollouts": 285,
     "trainer": 285,
     "one_copy": 90,
+    "lora_products": 60,
     "engine": 285,
     "engine_attention": 285,
     "engine_fp8": 285,
