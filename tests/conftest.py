@@ -264,7 +264,9 @@ def one_process(monkeypatch):
     monkeypatch.setattr("ray_trainer.cli.ray_session", lambda config: nullcontext())
     monkeypatch.setattr(loop, "WorkerGroup", group)
     monkeypatch.setattr(
-        loop, "fetched", lambda pictures: torch.stack([torch.from_numpy(p.reference.value[p.row]) for p in pictures])
+        loop,
+        "fetched",
+        lambda pictures: torch.stack([torch.from_numpy(p.reference.value["pixels"][p.row]) for p in pictures]),
     )
     monkeypatch.setattr(ray_trainer.scoring, "RewardLoopManager", Rewards)
     return SimpleNamespace(Here=Here, Answer=Answer, Rewards=Rewards)

@@ -4,9 +4,11 @@ import asyncio
 import hashlib
 import json
 import os
+import platform
 import random
 import shutil
 import signal
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -77,7 +79,7 @@ class Events:
         step = int(sample.uid.split("/")[0].removeprefix("step")) if sample.uid.startswith("step") else 0
         while self.gated and step and not self.begun(step - 1).is_set():
             await asyncio.sleep(0.01)
-        picture = torch.from_numpy(sample.image.reference.value[sample.image.row])
+        picture = torch.from_numpy(sample.image.reference.value["pixels"][sample.image.row])
         return SimpleNamespace(score=float(picture.float().std()), components={}, error=None, look=())
 
 
@@ -163,8 +165,8 @@ class Fleet:
         while step and not self.events.begun(step - 1).is_set():  # under the update, or never
             await asyncio.sleep(0.01)
         self.events.note(f"draw {requests[0].uid.split('/')[0]}")
-        facts, pictures, rows = parted(requests, self.policy.generate(requests))
-        return facts, self.answer(pictures), {owners[0]: rows}
+        facts, shown, rows = parted(requests, self.policy.generate(requests))
+        return facts, self.answer(shown), {owners[0]: rows}
 
     async def abort(self, ids):
         return 0
@@ -520,6 +522,44 @@ def test_a_run_killed_at_any_moment_goes_on_with_the_same_rows(whole, start, met
     moment = chance.randrange(0, 4), chance.uniform(0, 0.4)
     found = killed_and_resumed(start, metric_rows, tmp_path / "killed", arguments, victim, moment)
     assert without_counters(found) == rows, (victim, moment)
+
+
+QUIET = """def quiet(latents):
+    return -float(abs(latents).mean())
+"""
+NO_ENGINE = (sys.platform, platform.machine()) != ("linux", "x86_64")
+
+
+@pytest.mark.nightly  # an engine's start takes longer than these steps
+@pytest.mark.skipif(NO_ENGINE, reason="vLLM-Omni has wheels for Linux x86-64 only")
+def test_a_real_engine_draws_ahead_what_the_trainers_own_weights_draw(start, metric_rows, tmp_path):
+    """Also after a resume. The reward reads latents, so that it sees every difference."""
+    (tmp_path / "quiet_reward_of_a_test.py").write_text(QUIET)
+    arguments = [
+        "recipe=tiny_flow_grpo",
+        *MICRO,
+        "trainer.staleness=1",
+        "reward.name=./quiet_reward_of_a_test.py:quiet",
+    ]
+
+    def rows(folder, *more):
+        done = start("flowgrpo", *arguments, *more, f"trainer.run_dir={tmp_path / folder}", cwd=tmp_path).wait(290)
+        assert done.code == 0, done.err[-4000:]
+        assert done.left_over == []
+        return metric_rows(tmp_path / folder)
+
+    engine = "rollout.backend=vllm_omni"
+    own, theirs = rows("own"), rows("engine", engine)
+    rewound(tmp_path / "engine", tmp_path / "killed", 2)
+    again = rows("killed", engine, "trainer.on_existing=resume")
+    assert [row["rollout/staleness_mean"] for row in theirs] == [0, 1, 1, 1]
+    assert {(row["rollout/refilled"], row["rollout/failed"], row["reward/failed"]) for row in theirs} == {(0, 0, 0)}
+    assert theirs[0]["actor/rollout_log_prob_diff_max"] <= 1e-6
+    assert all(row["actor/grad_norm"] > 0 and row["sync/tensors_bound"] == 96 for row in theirs)
+    for other in (theirs, again):
+        for mine, his in zip(own, other, strict=True):
+            assert his["reward/mean"] == pytest.approx(mine["reward/mean"], rel=1e-4 if mine["step"] <= 2 else 1e-2)
+            assert his["reward/std"] > 0
 
 
 SLOW = """import time

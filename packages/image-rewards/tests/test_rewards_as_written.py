@@ -18,8 +18,10 @@ from image_rewards import (
     UnknownRewardError,
     load,
 )
-from image_rewards.functions import FunctionReward, as_reward
+from image_rewards.functions import FunctionReward, as_reward, inputs_of
 from image_rewards.manager import ImageRewardManager
+from image_rewards.shapes import ShapesReward
+from image_rewards.video import VideoReward
 
 SAMPLE = RewardSample(np.full((3, 4, 4), 128, np.uint8), "a cat", {"k": 2}, uid="p7", index=3)
 
@@ -291,3 +293,43 @@ def test_nobody_writes_into_a_picture_or_its_metadata():
 def test_a_failure_without_a_cause_says_so():
     result = as_reward(lambda image: RewardResult(math.nan, {}, ""))(SAMPLE)
     assert "gave no cause" in str(result.error)
+
+
+def quiet(latents, prompt, gain: float = 1.0):
+    return -gain * float(np.abs(latents).mean())
+
+
+class Loud(Reward):
+    inputs = "latents"
+
+    def score_valid(self, samples):
+        return [sample.image.max() for sample in samples]
+
+
+def test_a_reward_may_read_latents():
+    clean = np.linspace(-1, 3, 24, dtype=np.float32).reshape(6, 4)
+    made = as_reward(quiet, {"gain": 2.0})
+    assert made(RewardSample(clean, "a")).unwrap() == pytest.approx(-2 * np.abs(clean).mean())
+    assert Loud()(RewardSample(clean)).unwrap() == 3
+    kinds = [quiet, Loud, Loud(), made, lambda image: 0.0, ShapesReward, ShapesReward()]
+    assert [inputs_of(kind) for kind in kinds] == ["latents"] * 4 + ["pixels"] * 3
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (np.zeros((3, 4, 4), np.uint8), "reads clean latents, an array of floats, and got an array of uint8"),
+        (None, "got a NoneType"),
+        (np.array([1.0, math.nan]), "NaN or infinite"),
+        (np.zeros((0, 4), np.float32), "empty"),
+    ],
+)
+def test_what_is_no_latents_is_refused(given, words):
+    assert words in str(as_reward(quiet)(RewardSample(given)).error)
+
+
+def test_latents_cannot_be_scored_as_frames_or_beside_a_picture():
+    with pytest.raises(RewardError, match="no frames"):
+        VideoReward(Loud())
+    with pytest.raises(RewardError, match="reward.several"):
+        load("combine", parts=[{"reward": "shapes"}, {"reward": Loud()}])

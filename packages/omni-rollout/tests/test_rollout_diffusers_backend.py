@@ -8,6 +8,7 @@ from lora_sync import content_sum, use_adapter
 from omni_rollout.backend import RolloutBackend
 from omni_rollout.diffusers_backend import DiffusersBackend
 from omni_rollout.errors import AbortedError, LifecycleError, RolloutConfigError, SyncError
+from omni_rollout.samples import parted, pictures_of
 from sde_samplers import Trajectory, replay
 from sde_samplers.logprob import gaussian_log_prob
 
@@ -29,6 +30,19 @@ def test_means_come_when_they_are_asked_for(backend, make_request):
     trace = asked[0]
     again = gaussian_log_prob(trace["next_latents"], trace["means"], trace["std"])
     torch.testing.assert_close(again, trace["rollout_log_probs"], rtol=0, atol=1e-6)
+
+
+def test_without_pixels_nothing_is_decoded(backend, make_request, monkeypatch):
+    whole = backend.generate(requests_of(make_request))
+    monkeypatch.setattr(backend.spec, "decode", None)  # so that a call of it fails
+    asked = requests_of(make_request, shown=("latents",))
+    latents = backend.generate(asked)
+    assert set(whole.keys()) - set(latents.keys()) == {"responses"}
+    assert torch.equal(whole["final_latents"], latents["final_latents"])
+    shown = parted(asked, latents)[1]
+    assert list(shown) == ["latents"]
+    assert torch.equal(torch.from_numpy(shown["latents"]), whole["final_latents"])
+    assert (pictures_of(latents)[3] == shown["latents"][3]).all()
 
 
 def test_equal_calls_are_bitwise_equal_and_seeds_matter(backend, make_request):

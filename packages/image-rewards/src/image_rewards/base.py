@@ -1,6 +1,6 @@
 """What a reward is: a sample in, a result out.
 
-    RewardSample   picture uint8 [C,H,W] (video [T,C,H,W]), prompt, metadata
+    RewardSample   picture uint8 [C,H,W] (video [T,C,H,W]) or latents, prompt, metadata
     RewardResult   score, components, and an error where there is no score
     Reward         score(samples) -> results, one for one and in order
 
@@ -17,12 +17,14 @@ import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from .errors import RewardError, RewardInputError, RewardServiceError, require
 
+Inputs = Literal["pixels", "latents"]
+"""What a reward reads."""
 MAX_PIXELS = 1 << 24  # per frame: 4096 x 4096
 MAX_TOTAL_PIXELS = 1 << 27  # per video: 128 frames of 1024 x 1024
 
@@ -32,7 +34,8 @@ class RewardSample:
     """One generated picture or video, and what was asked for.
 
     Args:
-        image: uint8 [C,H,W] or [T,C,H,W], C = 3 (RGB)
+        image: uint8 [C,H,W] or [T,C,H,W], C = 3 (RGB). For a reward that reads latents: the clean ones, fp32, as the model holds
+            them
         prompt: the text it was generated from
         metadata: targets of the reward, e.g. {"count": 3, "color": "red", "shape": "circle"} or {"text": "OPEN"}
         uid, index: prompt id and position in its group: only for messages, never for scoring
@@ -95,11 +98,13 @@ Score = RewardResult | float
 class Reward(ABC):
     """Base class. Subclasses write `score_valid` and, where they need targets, `check_target`.
 
-    video = True says that a reward takes [T,C,H,W] itself; the others get frames from `VideoReward`.
+    video = True says that a reward takes [T,C,H,W] itself; the others get frames from `VideoReward`. inputs = "latents" says that
+    `RewardSample.image` shall hold a sample's clean latents: no picture is decoded for it.
     """
 
     name: ClassVar[str] = ""
     video: ClassVar[bool] = False
+    inputs: Inputs = "pixels"
     batch_size: int = 16  # how many samples a worker hands over at once
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -117,7 +122,10 @@ class Reward(ABC):
         valid: list[int] = []
         for i, sample in enumerate(samples):
             try:
-                check_image(sample, allow_video=self.video)
+                if self.inputs == "latents":
+                    check_latents(sample)
+                else:
+                    check_image(sample, allow_video=self.video)
                 self.check_target(sample.prompt, sample.metadata)
             except RewardError as error:
                 results[i] = RewardResult.failed(error)
@@ -255,6 +263,21 @@ def check_image(sample: RewardSample, *, allow_video: bool) -> None:
     else:
         fault = _wrong_shape(image.shape, allow_video)
     require(not fault, f"{sample.label}: {fault}", RewardInputError)
+
+
+def check_latents(sample: RewardSample) -> None:
+    """Raise `RewardInputError` unless the sample has latents: an array of finite floats."""
+    latents = sample.image
+    if not isinstance(latents, np.ndarray) or latents.dtype.kind != "f":
+        what = f"an array of {latents.dtype}" if isinstance(latents, np.ndarray) else f"a {type(latents).__name__}"
+        fault = (
+            f"this reward reads clean latents, an array of floats, and got {what}; score it in a run, which has them."
+        )
+    elif not latents.size or not np.isfinite(latents).all():
+        fault = f"the latents {latents.shape!r} are empty, or have NaN or infinite values."
+    else:
+        return
+    raise RewardInputError(f"{sample.label}: {fault}")
 
 
 def _wrong_shape(shape: tuple[int, ...], allow_video: bool) -> str:

@@ -125,6 +125,11 @@ class CombinedReward(Reward):
             if key not in self.rewards:
                 self.rewards[key] = load(part.reward, **part.options) if isinstance(part.reward, str) else part.reward
             self.sources.append(key)
+        latent = [reward.name for reward in self.rewards.values() if reward.inputs == "latents"]
+        require(
+            not latent,
+            f"{latent} read latents, and these parts share a picture; put them beside it, in reward.several.",
+        )
 
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         for part, key in zip(self.parts, self.sources, strict=True):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any
 
-from .base import Reward, RewardResult, RewardSample, Score
+from .base import Inputs, Reward, RewardResult, RewardSample, Score
 from .errors import RewardConfigError, RewardError, nearest, require
 
 ONE, MANY = ("image", "prompt", "metadata"), ("images", "prompts", "metadata")
@@ -23,8 +23,9 @@ class FunctionReward(Reward):
 
     Args:
         function: `f(image, prompt, metadata)` or the first one or two of these (after a star by name), for one sample; `f(sample)`;
-            or, where its first parameter is called `images` or `samples`, for a list of them. It returns a number or a
-            `RewardResult` (of a list: one for each). Parameters after these are its options
+            or, where its first parameter is called `images` or `samples`, for a list of them. One that is called `latents` gets
+            these of one sample. It returns a number or a `RewardResult` (of a list: one for each). Parameters after these are
+            its options
     """
 
     video = True  # the function gets what there is
@@ -34,7 +35,7 @@ class FunctionReward(Reward):
         options = dict(options or {})
         parameters = _signature(function, self.name)
         positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        first = positional[0].name if positional else ""
+        first, self.inputs = positional[0].name if positional else "", _inputs(parameters)
         self._whole, self._many = first in ("sample", "samples"), first in ("images", "samples")
         given = [p for p in positional if p.default is p.empty or p.name in (*ONE, *MANY)][
             : 1 if self._whole else len(ONE)
@@ -101,6 +102,19 @@ def as_reward(found: Any, options: Mapping[str, Any] | None = None, name: str = 
         f"reward {name or found!r} is a {type(found).__name__}; give a function (image, prompt), a subclass of "
         "image_rewards.Reward, or an instance of one"
     )
+
+
+def inputs_of(found: Any) -> Inputs:
+    """What a reward, its class or a function reads; nothing is made."""
+    if isinstance(found, Reward) or (isinstance(found, type) and issubclass(found, Reward)):
+        return found.inputs
+    if isinstance(found, type):  # of functions
+        found = functools.partial(found.__call__, None)
+    return _inputs(_signature(found, getattr(found, "__name__", "")))
+
+
+def _inputs(parameters: Mapping[str, Parameter]) -> Inputs:
+    return "latents" if next(iter(parameters), "") == "latents" else "pixels"
 
 
 def check_options(name: str, options: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
-from .base import Reward, RewardResult, RewardSample, check_image
+from .base import Inputs, Reward, RewardResult, RewardSample, check_image
 from .errors import (
     RewardError,
     RewardTimeoutError,
@@ -40,7 +40,7 @@ Policy = Literal["required", "skip", "value"]
 
 @dataclass(frozen=True)
 class Stored:
-    """A picture in Ray's store, in the place of `RewardSample.image`: row `row` of the array behind `reference`.
+    """A sample in Ray's store, in the place of `RewardSample.image`: row `row` of the arrays behind `reference`, {inputs: array}.
 
     The reward worker fetches it, not the process that asks for the score.
     """
@@ -365,14 +365,14 @@ class RewardLoopWorker:
             lost = "" if os.path.isdir(folder) else f" (the working folder {folder!r} is not on this machine; share it)"
             self._broken = f"{type(error).__name__}: {error}{lost}\n{traceback.format_exc()}"
 
-    def score(self, samples: Sequence[RewardSample], *arrays: np.ndarray) -> list[RewardResult]:
+    def score(self, samples: Sequence[RewardSample], *stores: Mapping[str, np.ndarray]) -> list[RewardResult]:
         """Results of `samples`, in order. Never raises: a failure is a failed result with the traceback's text.
 
-        A `Stored` picture is a row of one of the `arrays`, whose number stands where its reference was.
+        A `Stored` sample is a row of one of the `stores`, whose number stands where its reference was.
         """
         if self._manager is None:
             return [RewardResult.failed(self._broken) for _ in samples]
-        given = [_with_picture(sample, arrays) for sample in samples]
+        given = [_with_inputs(sample, stores, self._manager.reward.inputs) for sample in samples]
         return [_with_look(result, sample) for result, sample in zip(self._manager.score(given), given, strict=True)]
 
     def sleep(self) -> None:
@@ -386,7 +386,7 @@ class RewardLoopWorker:
 
 
 def _by_number(samples: Sequence[RewardSample]) -> list[Any]:
-    """Samples whose `Stored` pictures name their array by number, and then the arrays: Ray fetches arguments alone."""
+    """Samples whose `Stored` places name their store by number, and then the stores: Ray fetches arguments alone."""
     stored = [(i, image) for i, s in enumerate(samples) if isinstance(image := cast(Any, s.image), Stored)]
     numbers = {reference: n for n, reference in enumerate(dict.fromkeys(image.reference for _, image in stored))}
     bare: list[Any] = list(samples)
@@ -395,9 +395,9 @@ def _by_number(samples: Sequence[RewardSample]) -> list[Any]:
     return [bare, *numbers]
 
 
-def _with_picture(sample: RewardSample, arrays: Sequence[np.ndarray]) -> RewardSample:
+def _with_inputs(sample: RewardSample, stores: Sequence[Mapping[str, np.ndarray]], inputs: Inputs) -> RewardSample:
     image: Any = sample.image
-    return replace(sample, image=arrays[image.reference][image.row]) if isinstance(image, Stored) else sample
+    return replace(sample, image=stores[image.reference][inputs][image.row]) if isinstance(image, Stored) else sample
 
 
 def _with_look(result: RewardResult, sample: RewardSample) -> RewardResult:

@@ -31,6 +31,9 @@ class VideoReward(Reward):
 
     def __init__(self, inner: Reward, aggregate: str = "mean") -> None:
         known = ", ".join(AGGREGATES)
+        require(
+            inner.inputs == "pixels", f"reward {inner.name!r} reads latents, which have no frames to score one by one"
+        )
         require(aggregate in AGGREGATES, f"aggregate={aggregate!r} is unknown. Choose one of {known}.")
         self.inner, self.aggregate, self.batch_size = inner, aggregate, inner.batch_size
         self.name = f"{inner.name}:{aggregate}"  # type: ignore[misc]

@@ -20,7 +20,8 @@ def plan_batches(requests: Sequence[GenerationRequest], max_batch_size: int) -> 
         if request.request_id in seen:
             raise RolloutConfigError(f"request_id={request.request_id!r} occurs twice in one call: ids must be unique.")
         seen.add(request.request_id)
-        key = request.settings.batch_key, request.adapter, request.return_trajectory, request.return_means
+        wanted = request.return_trajectory, request.return_means, request.shown
+        key = request.settings.batch_key, request.adapter, wanted
         groups.setdefault(key, []).append(position)
     return [
         group[start : start + max_batch_size]

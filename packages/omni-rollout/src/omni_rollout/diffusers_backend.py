@@ -170,9 +170,11 @@ class DiffusersBackend:
         with self._timed("denoise"), self._sampling(first.adapter), counted_rows([self.transformer]) as count:
             trajectory = self._denoise(batch, schedule, cond, negative)
         self._batches[len(batch)] = self._batches.get(len(batch), 0) + 1
-        with self._timed("decode"):
-            # Copied in here, so that the wait for a GPU counts as decoding.
-            pictures = self.spec.decode(self.vae, trajectory.final, **_size(settings)).cpu()
+        pictures = None
+        if "pixels" in first.shown:
+            with self._timed("decode"):
+                # Copied in here, so that the wait for a GPU counts as decoding.
+                pictures = self.spec.decode(self.vae, trajectory.final, **_size(settings)).cpu()
         self._generated += len(batch)
         stamps: dict[str, Any] = {"policy_version": self.policy_version, "forwards": count.rows / len(batch)}
         return denoised(batch, trajectory, pictures, schedule, cond=cond, negative=negative, **stamps)

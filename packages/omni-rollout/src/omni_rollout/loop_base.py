@@ -19,7 +19,7 @@ Score = tuple[float, dict[str, float], "str | None"]
 """Of a sample: score, components, and an error where it has none."""
 
 Reward = Callable[[Sequence[GenerationRequest], Sequence[Any]], Awaitable[Sequence[Score]]]
-"""`await reward(requests, pictures)` of a chunk; the pictures are what `samples.pictures_of` gave."""
+"""`await reward(requests, pictures)` of a chunk; the pictures (or latents) are what `samples.pictures_of` gave."""
 
 
 class Client(Protocol):

@@ -54,7 +54,7 @@ class Replica(ABC):
     async def draw(
         self, requests: Sequence[GenerationRequest], owners: Sequence[int]
     ) -> tuple[dict[str, np.ndarray], Any, dict[int, Any]]:
-        """The same, of which only the facts come here: (facts, reference to the pictures, each owner's to its `Rows`)."""
+        """The same, of which only the facts come here: (facts, reference to what is shown, each owner's to its `Rows`)."""
         known = sorted(set(owners))
         bare, latents = by_number(requests)
         parts = await self.backend.parts(RolloutBackend.draw, bare, owners, *latents, returns=2 + len(known))

@@ -3,7 +3,7 @@
 Keys, as far as they were asked for. B sample, W window step, K denoising step, S prompt token, C H W T as usual, "…" the model's
 latent layout; everything on the CPU, the trajectory in fp32.
 
-responses uint8 [B, C, H, W] | [B, T, C, H, W] · rollout_log_probs [B, W] (averaged over latent elements) ·
+responses uint8 [B, C, H, W] | [B, T, C, H, W], where pixels are shown · rollout_log_probs [B, W] (averaged over latent elements) ·
 latents, next_latents, means [B, W, …] · step_index int64 [B, W] · std [B, W] · final_latents [B, …] · sigmas [B, steps + 1] ·
 prompt_embeds [B, S, C] and prompt_embeds_mask bool [B, S], padded at the right · pooled_prompt_embeds [B, C] · negative_… ·
 policy_version int64 [B] · forwards [B] (rows of the transformer that a sample cost, counted; a guided step costs 2) ·
@@ -39,12 +39,14 @@ PROMPTS = (*_PADDED, "pooled_prompt_embeds", "negative_pooled_prompt_embeds")
 """Keys of the prompts' tensors, which all samples of a prompt share."""
 FACTS = ("policy_version", "forwards", "batch_rows")
 """Numbers about a sample that whoever asked for it wants to know."""
+SHOWN = {"pixels": "responses", "latents": "final_latents"}
+"""Keys of what `GenerationRequest.shown` may name."""
 
 
 def denoised(
     requests: Sequence[GenerationRequest],
     trajectory: Trajectory,
-    pictures: Tensor,
+    pictures: Tensor | None,
     schedule: SigmaSchedule,
     *,
     cond: Any,
@@ -57,13 +59,15 @@ def denoised(
     Args:
         requests: B, with windows of one length, all beginning at one step.
         trajectory: of the steps that ran, on any device.
-        pictures: uint8 [B, C, H, W] or [B, T, C, H, W].
+        pictures: uint8 [B, C, H, W] or [B, T, C, H, W]; None where nobody is shown any.
         schedule: the grid that step numbers count in; an edit ran over its end only.
         cond, negative: `model_specs.PromptEmbeds`, the latter None without true guidance.
         policy_version, forwards: the same for every row.
     """
     first, count = requests[0], len(requests)
-    data: dict[str, Tensor] = {"responses": pictures, "final_latents": trajectory.final}
+    data: dict[str, Tensor] = {"final_latents": trajectory.final} | (
+        {} if pictures is None else {"responses": pictures}
+    )
     data["sigmas"] = schedule.sigmas.expand(count, -1)
     if first.settings.window and first.return_trajectory:
         for name in ("latents", "next_latents", "std", *(["means"] if first.return_means else [])):
@@ -164,8 +168,9 @@ def column(values: Sequence[Any]) -> NonTensorStack:
 
 
 def pictures_of(samples: TensorDict) -> Sequence[Any]:
-    """The picture of each sample: an array, or whatever stands for it where pictures stay in other processes."""
-    pictures = samples["responses"]
+    """The picture of each sample, or its latents where there is none: an array, or whatever stands for it where samples stay in
+    other processes."""
+    pictures = samples["responses" if "responses" in samples.keys() else "final_latents"]
     return list(pictures.numpy()) if isinstance(pictures, Tensor) else list(pictures)
 
 
@@ -234,15 +239,16 @@ def _tensor(array: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 
 def parted(requests: Sequence[GenerationRequest], samples: TensorDict, owners: Sequence[int] = ()) -> tuple[Any, ...]:
-    """Samples in parts that may go to different processes: their `FACTS`, their pictures, and the rest.
+    """Samples in parts that may go to different processes: their `FACTS`, {name: array} of what is shown, and the rest.
 
     Args:
         requests, samples: B, in the same order.
         owners: who gets the rest of each sample: there is a `Rows` for each owner then, in ascending order. One for all without.
     """
-    facts, pictures = {name: samples[name].numpy() for name in FACTS}, samples["responses"].contiguous().numpy()
+    facts = {name: samples[name].numpy() for name in FACTS}
+    shown = {name: samples[SHOWN[name]].contiguous().numpy() for name in requests[0].shown}
     rest = samples.exclude("responses", *FACTS)
     if len(set(owners)) < 2:
-        return facts, pictures, Rows.of(requests, rest)
+        return facts, shown, Rows.of(requests, rest)
     shares = [[place for place, one in enumerate(owners) if one == owner] for owner in sorted(set(owners))]
-    return facts, pictures, *(Rows.of([requests[i] for i in share], rest[torch.tensor(share)]) for share in shares)
+    return facts, shown, *(Rows.of([requests[i] for i in share], rest[torch.tensor(share)]) for share in shares)

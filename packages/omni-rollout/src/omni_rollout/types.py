@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sde_samplers.settings import SamplerSettings
 
@@ -40,6 +40,8 @@ class GenerationRequest:
     """Return window latents and prompt embeddings; without it only the picture and the final latents come back."""
     return_means: bool = False
     """Return the means of the window's transitions too: losses that compare means need no second forward for the old ones."""
+    shown: tuple[Literal["pixels", "latents"], ...] = ("pixels",)
+    """What whoever looks at the sample is given of it; without pixels it is not decoded."""
     init_latents: Tensor | Kept | None = None
     """Clean latents [...] to start from instead of pure noise (an edit turn), where `settings.start_step` is above 0; or where
     they lie."""

@@ -118,14 +118,14 @@ class WorkerGroup:
         return dealt
 
     async def generate(self, rank: int, requests: Sequence[GenerationRequest]) -> tuple[dict[str, np.ndarray], Any]:
-        """Draw on one rank, which keeps the rows: what `Worker.generate` answers, the pictures as Ray's reference.
+        """Draw on one rank, which keeps the rows: what `Worker.generate` answers, what is shown as Ray's reference.
 
         Every forward pass of a sharded module gathers shards from all ranks: each must be asked as often as the others.
         """
         bare, latents = by_number(requests)
         answers = [worker.parts(Worker.generate, bare, *latents, returns=2) for worker in self.of_rank(rank)]
-        facts, pictures = (await asyncio.gather(*answers))[0]
-        return facts, pictures
+        facts, shown = (await asyncio.gather(*answers))[0]
+        return facts, shown
 
     def take(self, requests: Sequence[GenerationRequest], files: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Let the ranks keep finished pictures from files that all of them see; who keeps each, and its slot there, [B]."""

@@ -9,12 +9,13 @@ from image_rewards.loop import Stored
 
 
 def fetched(pictures: Any) -> torch.Tensor:
-    """uint8 [B, …] of a batch's `responses`, brought here where they are references."""
+    """uint8 [B, …] of a batch's `responses`, brought here where they are references; the latents where nothing was decoded."""
     if isinstance(pictures, torch.Tensor):
         return pictures
     import ray
 
     rows: list[Stored] = list(pictures)
     references = list(dict.fromkeys(row.reference for row in rows))
-    arrays = dict(zip(references, ray.get(references), strict=True))
-    return torch.stack([torch.from_numpy(arrays[row.reference][row.row].copy()) for row in rows])
+    stores = dict(zip(references, ray.get(references), strict=True))
+    shown = {reference: arrays.get("pixels", arrays.get("latents")) for reference, arrays in stores.items()}
+    return torch.stack([torch.from_numpy(shown[row.reference][row.row].copy()) for row in rows])

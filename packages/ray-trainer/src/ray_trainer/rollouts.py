@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from image_rewards.base import Inputs
 from image_rewards.loop import Stored
 from lora_sync import verify
 from omni_rollout.agent_loop import DiffusionAgentLoopWorker, Drawn
@@ -58,13 +59,25 @@ def negative_prompt(prompt: Prompt, pipeline: DiffusionPipelineConfig) -> str:
 
 
 def requests_of(
-    config: RunConfig, rows: list[tuple[str, Prompt]], n: int, *, step: int, validate: bool
+    config: RunConfig,
+    rows: list[tuple[str, Prompt]],
+    n: int,
+    *,
+    step: int,
+    validate: bool,
+    inputs: Collection[Inputs] = (),
 ) -> list[GenerationRequest]:
-    """`n` requests for each (uid, prompt), next to each other, as the config says for this training step or for validation."""
+    """`n` requests for each (uid, prompt), next to each other, as the config says for this training step or for validation.
+
+    Args:
+        inputs: what the rewards read; pixels too where none is given, and for validation, whose pictures are kept.
+    """
     rollout = config.rollout
     pipeline = rollout.val_kwargs.pipeline if validate else rollout.pipeline
     seed = int((rollout.val_kwargs.seed if validate else rollout.seed) or 0)
     settings = resolve_settings(rollout, training_step=step, validate=validate)
+    wanted: set[Inputs] = {*inputs, "pixels"} if validate or not inputs else {*inputs}
+    shown = tuple(sorted(wanted))
     return [
         GenerationRequest(
             request_id=f"{uid}/{index}",
@@ -79,6 +92,7 @@ def requests_of(
             adapter=config.val_adapter if validate else rollout.rollout_adapter,
             return_trajectory=not validate,
             return_means=not validate and config.rollout_means,
+            shown=shown,
         )
         for uid, prompt in rows
         for index in range(n)
@@ -116,12 +130,13 @@ class Rollouts:
             TensorDict [B = len(rows)·n], the samples of a prompt next to each other: scores, names and numbers, and who keeps
             each row (`group`).
         """
-        requests = requests_of(self.config, rows, n, step=step, validate=validate)
+        requests = requests_of(self.config, rows, n, step=step, validate=validate, inputs=self.scoring.inputs)
         return await self.agent_loop.generate_sequences(requests)
 
     async def draw(self, rows: list[tuple[str, Prompt]], n: int, *, step: int) -> Drawn:
         """`sample` for training, in two parts: this returns when all is drawn, `Drawn.scored` when all is scored too."""
-        return await self.agent_loop.draw(requests_of(self.config, rows, n, step=step, validate=False))
+        asked = requests_of(self.config, rows, n, step=step, validate=False, inputs=self.scoring.inputs)
+        return await self.agent_loop.draw(asked)
 
     def score_metrics(self, batch: TensorDict) -> dict[str, float]:
         """`reward/mean`, `reward/std`, `reward/failed` and the mean of every component, over the samples that have a score; and
@@ -194,18 +209,18 @@ async def open_sampler(config: RunConfig, workers: WorkerGroup) -> Sampler:
     return HybridSampler(config, workers) if config.shares_weights else await FleetSampler.launch(config, workers)
 
 
-def chunk(facts: Mapping[str, np.ndarray], pictures: Any, owners: Sequence[int]) -> TensorDict:
-    """What the driver holds of some samples: numbers, and where pictures and rows are.
+def chunk(facts: Mapping[str, np.ndarray], shown: Any, owners: Sequence[int]) -> TensorDict:
+    """What the driver holds of some samples: numbers, and where pictures (or latents) and rows are.
 
     Args:
         facts: [b] each, with `slot` of rows that are kept.
-        pictures: reference to uint8 [b, …].
+        shown: reference to {name: [b, …]} of what `GenerationRequest.shown` names.
         owners: rank that keeps each row.
     """
     made = TensorDict({name: torch.from_numpy(value.copy()) for name, value in facts.items()}, batch_size=[len(owners)])
     if "slot" in facts:
         made["owner"] = torch.tensor(owners)
-    made["responses"] = column([Stored(pictures, row) for row in range(len(owners))])
+    made["responses"] = column([Stored(shown, row) for row in range(len(owners))])
     return made
 
 
@@ -236,9 +251,9 @@ class HybridSampler:
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     rank, batch = places[task]
-                    facts, pictures = task.result()
+                    facts, shown = task.result()
                     if batch:
-                        yield batch, chunk(facts, pictures, [rank] * len(batch))
+                        yield batch, chunk(facts, shown, [rank] * len(batch))
         finally:
             waiting = [requests[i].request_id for task, (_, batch) in places.items() if not task.done() for i in batch]
             if waiting:
@@ -318,14 +333,14 @@ class FleetSampler:
             requests = [request.replace(adapter="default") for request in requests]
         rank_of = {place: rank for rank, share in enumerate(self.workers.deal(len(requests))) for place in share}
         every = [rank_of[place] for place in range(len(requests))]
-        async for places, (facts, pictures, rows) in self.fleet.router.stream(requests, every):
+        async for places, (facts, shown, rows) in self.fleet.router.stream(requests, every):
             owners = np.array(every)[places]
             if requests[0].return_trajectory or self.config.goes_on:
                 slots = np.zeros(len(places), np.int64)
                 for rank, theirs in rows.items():
                     slots[owners == rank] = await self.workers.keep(rank, theirs)
                 facts["slot"] = slots
-            yield places, chunk(facts, pictures, owners.tolist())
+            yield places, chunk(facts, shown, owners.tolist())
 
     async def final_latents(self, samples: TensorDict) -> Sequence[Kept]:
         """Of rows that the workers keep, from whom whoever draws the edit gets them."""

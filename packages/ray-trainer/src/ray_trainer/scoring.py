@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from diffusion_losses import AdvantageOutput, combined_advantages, group_advantages
 from image_rewards import RewardResult, RewardSample
+from image_rewards.functions import inputs_of
 from image_rewards.loop import RewardLoopManager
 from image_rewards.model import on_gpu
+from image_rewards.registry import find
 from omni_rollout.loop_base import Score
 from omni_rollout.types import GenerationRequest
 from tensordict import TensorDict
@@ -38,6 +40,7 @@ class Scoring:
     def __init__(self, config: RunConfig, places: Mapping[str, Any], trainers: Sequence[tuple[str, str]] = ()):
         self.config, self.rewards = config, config.reward.each
         self._places, self._trainers = places, trainers
+        self.inputs = {inputs_of(find(one.name)) for one in self.rewards.values()}
         self.seen = defaultdict[str, list[Sequence[float]]](list)  # of each prompt's samples
         self.pools = {name: self._pool(name, reward) for name, reward in self.rewards.items()}
 
@@ -92,7 +95,7 @@ class Scoring:
             for i, result in zip(which, results, strict=True):
                 found[i][name] = result
         for one, by_name in zip(samples, found, strict=True):
-            self.seen[one.uid] += [next(iter(by_name.values())).look]
+            self.seen[one.uid] += [next((result.look for result in by_name.values() if result.look), ())]
         return [self._together(results, source) for results, source in zip(found, sources, strict=True)]
 
     def _together(self, results: Mapping[str, RewardResult], source: str) -> Score:

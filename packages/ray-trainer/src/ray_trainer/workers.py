@@ -122,20 +122,21 @@ class ActorRolloutRefWorker:
 
     def generate(
         self, requests: Sequence[GenerationRequest], *latents: np.ndarray
-    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Draw samples and keep those that are for training, or that an agent loop may go on from.
 
         Args:
             requests: of one kind; those of edits begin from `latents`, see `omni_rollout.kept.by_number`.
 
         Returns:
-            `omni_rollout.samples.FACTS` and, where they are kept, the rows' `slot` here, [b] each; pictures uint8 [b, …].
+            `omni_rollout.samples.FACTS` and, where they are kept, the rows' `slot` here, [b] each; what `GenerationRequest.shown`
+            names, [b, …] each.
         """
         with self.engine.eval_mode():
-            facts, pictures, rows = parted(requests, self.backend.generate(with_latents(requests, latents)))
+            facts, shown, rows = parted(requests, self.backend.generate(with_latents(requests, latents)))
         if requests[0].return_trajectory or self.config.goes_on:
             facts["slot"] = np.array(self.rows.keep(rows))
-        return facts, pictures
+        return facts, shown
 
     def take(self, requests: Sequence[GenerationRequest], files: Sequence[str]) -> list[int]:
         """Keep finished pictures from files, as if these requests had drawn them; their slots here."""

@@ -84,7 +84,8 @@ def sample_row(request: GenerationRequest, final: Any) -> dict[str, Tensor]:
     row["final_latents"] = latents[-1].clone()
     if W:
         row |= {"latents": latents[:W].clone(), "next_latents": latents[W : 2 * W].clone()}
-    row["responses"] = _to_tensor(final.images, request.settings.num_frames)
+    if "pixels" in request.shown:  # an engine decodes all the same
+        row["responses"] = _to_tensor(final.images, request.settings.num_frames)
     return row
 
 

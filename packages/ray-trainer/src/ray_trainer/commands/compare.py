@@ -142,6 +142,7 @@ def _drawn(config: RunConfig, backend: DiffusersBackend, prompts: list[Prompt]) 
     from dataclasses import replace
 
     from image_rewards import RewardSample, load
+    from omni_rollout.samples import SHOWN
 
     from ..rollouts import requests_of
 
@@ -150,18 +151,19 @@ def _drawn(config: RunConfig, backend: DiffusersBackend, prompts: list[Prompt]) 
         replace(request, adapter="default")
         for request in requests_of(config, rows, config.rollout.val_kwargs.n, step=0, validate=True)
     ]
-    pictures = backend.generate(requests)["responses"].numpy()
-    samples = [
-        RewardSample(picture, r.prompt, dict(r.metadata), uid=r.uid, index=r.index)
-        for picture, r in zip(pictures, requests, strict=True)
-    ]
+    drawn = backend.generate(requests)
+    pictures = drawn["responses"].numpy()
     sources = [prompt.source for prompt in prompts for _ in range(config.rollout.val_kwargs.n)]
-    totals, components = [0.0] * len(samples), [dict[str, float]() for _ in samples]
+    totals, components = [0.0] * len(requests), [dict[str, float]() for _ in requests]
     for name, reward in config.reward.each.items():
         which = [i for i, source in enumerate(sources) if name in config.rewards_of(source)]
-        for i, result in zip(
-            which, load(reward.name, **reward.options).score([samples[i] for i in which]), strict=True
-        ):
+        made = load(reward.name, **reward.options)
+        given = drawn[SHOWN[made.inputs]].numpy()
+        samples = [
+            RewardSample(given[i], r.prompt, dict(r.metadata), uid=r.uid, index=r.index)
+            for i, r in ((i, requests[i]) for i in which)
+        ]
+        for i, result in zip(which, made.score(samples), strict=True):
             totals[i] += result.score * (reward.weight if name else 1.0)
             components[i] |= {f"{name}_{key}" if name else key: value for key, value in result.components.items()}
             if name:

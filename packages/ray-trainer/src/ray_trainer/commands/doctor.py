@@ -344,8 +344,8 @@ def _prompts(config: RunConfig) -> Iterator[Finding]:
 
 
 def _reward(config: RunConfig) -> Iterator[Finding]:
-    """One call of each reward on a grey picture of the size of training, with the first prompt that it scores: slow rewards and
-    missing weights show here."""
+    """One call of each reward on a grey picture (or latents of zeros) of the size of training, with the first prompt that it
+    scores: slow rewards and missing weights show here."""
     import numpy as np
     from image_rewards import RewardSample, load
 
@@ -359,15 +359,25 @@ def _reward(config: RunConfig) -> Iterator[Finding]:
         key = f"reward.several.{label}" if label else "reward"
         start = time.perf_counter()
         reward = load(pool.name, **pool.options)
+        what, given = "a grey picture", np.full(shape, 127, np.uint8)
+        if reward.inputs == "latents":
+            if (folder := locate(config.model.path)) is None:
+                yield Finding("ok", key, f"{pool.name} reads latents, and is tried when the model is here")
+                continue
+            size = drawn.height, drawn.width, drawn.num_frames
+            what, given = (
+                "latents of zeros",
+                np.zeros(check_folder(folder, config.model.architecture).latent_shape(*size), np.float32),
+            )
         loaded = time.perf_counter()
-        result = reward.score([RewardSample(np.full(shape, 127, np.uint8), first.text, first.metadata)])[0]
+        result = reward.score([RewardSample(given, first.text, first.metadata)])[0]
         seconds = time.perf_counter() - loaded
         if result.error:
-            said = f"{pool.name} scores no grey picture: {result.error}"
+            said = f"{pool.name} does not score {what}: {result.error}"
             yield Finding("fail", key, said, f"correct {key}.options, or the reward")
             continue
         parts_ = ", ".join(f"{name} {value:.3g}" for name, value in result.components.items())
-        text = f"{pool.name} gives a grey picture {result.score:.3g} ({parts_})"
+        text = f"{pool.name} gives {what} {result.score:.3g} ({parts_})"
         text += f" in {seconds:.2f} s, made in {loaded - start:.1f} s"
         samples = config.data.prompts_per_step * config.rows_per_prompt
         step = seconds * samples / pool.num_workers
