@@ -21,9 +21,9 @@ MICRO = [
 
 
 @pytest.fixture
-def quiet(tmp_path):
-    (tmp_path / "quiet_latents_of_a_test.py").write_text(QUIET)
-    return f"{tmp_path}/quiet_latents_of_a_test.py:quiet"
+def quiet(hosted):
+    (hosted.folder / "quiet_latents_of_a_test.py").write_text(QUIET)
+    return "quiet_latents_of_a_test:quiet"
 
 
 def test_a_run_of_latents_alone_decodes_for_validation_only(hosted, metric_rows, quiet, tmp_path):
