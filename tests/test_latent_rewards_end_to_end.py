@@ -43,7 +43,7 @@ def test_a_run_of_latents_alone_decodes_for_validation_only(hosted, metric_rows,
     assert {request.shown for request in asked} == {("latents", "pixels")}
     drawn = DiffusersBackend.from_pretrained(str(builtin("models", "tiny_qwen_image"))).generate(asked)
     scores = -drawn["final_latents"].abs().flatten(1).mean(1)
-    assert [record["reward"] for record in first.records] == pytest.approx(scores.tolist(), abs=1e-4)
+    assert [record.reward for record in first.records] == pytest.approx(scores.tolist(), abs=1e-4)
     assert len(list(first.folder.rglob("*.png"))) > 0
 
 
