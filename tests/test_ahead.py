@@ -531,6 +531,7 @@ NO_ENGINE = (sys.platform, platform.machine()) != ("linux", "x86_64")
 
 
 @pytest.mark.nightly  # an engine's start takes longer than these steps
+@pytest.mark.timeout(900)  # three programs
 @pytest.mark.skipif(NO_ENGINE, reason="vLLM-Omni has wheels for Linux x86-64 only")
 def test_a_real_engine_draws_ahead_what_the_trainers_own_weights_draw(start, metric_rows, tmp_path):
     """Also after a resume. The reward reads latents, so that it sees every difference."""
