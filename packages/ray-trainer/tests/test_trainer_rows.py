@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from contextlib import nullcontext
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,9 @@ from diffusion_losses import statistic
 from flowgrpo.trainer import RayFlowGRPOTrainer
 from fsdp_diffusers_engine.batch import mini_batches
 from image_rewards import RewardResult
+from image_rewards.functions import inputs_of
 from image_rewards.loop import RewardLoopWorker
+from image_rewards.registry import find
 from omni_rollout.errors import ReplicaError
 from omni_rollout.kept import with_latents
 from omni_rollout.remote import Remote
@@ -124,11 +127,12 @@ class Logical(Worker):
 
 
 class RewardHere(RewardLoopWorker):
-    """A pool's worker with a reward that looks at the picture's first pixel."""
+    """A pool's worker with a reward that looks at the first pixel, or the first latent."""
 
-    def __init__(self):
+    def __init__(self, inputs):
         self._manager = SimpleNamespace(
-            score=lambda samples: [RewardResult(float(s.image[0, 0, 0] + s.index)) for s in samples]
+            reward=SimpleNamespace(inputs=inputs),
+            score=lambda samples: [RewardResult(float(s.image.flat[0] + s.index)) for s in samples],
         )
 
 
@@ -240,7 +244,7 @@ class Line:
 
     def remote(self, **needs):
         """Of the reward pool's workers."""
-        return lambda _: SimpleNamespace(remote=lambda *_: self.actor(RewardHere))
+        return lambda _: SimpleNamespace(remote=lambda name, *_: self.actor(partial(RewardHere, inputs_of(find(name)))))
 
     def is_initialized(self):
         return True
@@ -463,7 +467,15 @@ async def fails(error):
 
 
 def asked_for(index, prompt="a cat", uid="a/1"):
-    return SimpleNamespace(uid=uid, index=index, prompt=prompt, negative_prompt=None, settings=None)
+    names = {
+        "uid": uid,
+        "index": index,
+        "prompt": prompt,
+        "negative_prompt": None,
+        "settings": None,
+        "shown": ("pixels",),
+    }
+    return SimpleNamespace(**names)
 
 
 def test_a_prompt_that_was_rewritten_under_its_uid_is_trained_with_its_own_embedding(tmp_path):
@@ -531,6 +543,21 @@ def test_what_an_edit_begins_from_goes_from_worker_to_worker(program, monkeypatc
         trained = [latent for rank in made.group.call(Logical.what_was_trained) for _, latent, _ in rank]
         values = [1000.0 * prompt + index + (0.5 if index < 8 else 0) for prompt in range(16) for index in range(16)]
         assert sorted(trained) == values  # each edit began from its own first turn
+
+
+@pytest.mark.parametrize("engines", [0, 4])
+def test_latents_that_a_reward_reads_do_not_pass_the_driver(program, tmp_path, engines):
+    """They are 32,768 bytes of a sample."""
+    file = tmp_path / f"first_latent_{engines}_of_a_test.py"
+    file.write_text("def first(latents):\n    return 0.0\n")
+    made = program(8, 64, engines, f"reward.name={file}:first")
+    found = measured(made, steps=1)
+    assert found["sent"] + found["received"] <= 3500, found  # of few samples, which share the calls' own bytes
+    batch, _, _ = made.step(1)
+    values = [
+        int(uid.rpartition("/")[2]) * 1000 + 2 * i for uid, i in zip(batch["uid"], batch["index"].tolist(), strict=True)
+    ]
+    assert batch["rm_scores"][:, 0].tolist() == values
 
 
 def test_what_the_driver_does_in_a_step_of_4096_samples(program):
