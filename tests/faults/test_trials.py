@@ -267,7 +267,7 @@ def test_five_kills_of_one_run(start, tmp_path):
     """
     scorer = Service("jpeg_compressibility")
     try:
-        keys = [*REPLICAS, "trainer.total_steps=14", "trainer.val_every=0", *asks(scorer)]
+        keys = [*REPLICAS, "trainer.total_steps=20", "trainer.val_every=0", *asks(scorer)]
         run = Run(start, tmp_path, keys, Fault(f"{DRIVER}.generate_sequence", "hold", call=3, seconds=DEADLINE_S))
         run.reached()
         run.kill("reward")
@@ -292,7 +292,7 @@ def test_five_kills_of_one_run(start, tmp_path):
             rows |= run.rows()
         done = Run(start, tmp_path, keys).program.wait()
         assert (done.code, done.left_over) == (0, []), done.err[-3000:]
-        assert sorted(run.rows()) == list(range(15))
+        assert sorted(run.rows()) == list(range(21))
         assert differing(run.rows(), rows, keys) == []
     finally:
         scorer.stop()
