@@ -9,7 +9,7 @@ SIZES = [
 ]  # fmt: skip
 AHEAD = ["trainer.staleness=1", "trainer.total_steps=3"]
 NFT = ["recipe=tiny_nft", "algorithm.old_policy={decay_rate: 0.5, decay_max: 0.5}", "actor.ppo_mini_batch_size=12"]
-AWM = ["recipe=tiny_awm", "actor.ppo_mini_batch_size=12"]
+AWM = ["recipe=tiny_awm", "actor.ppo_mini_batch_size=24"]
 FULL = ["model.lora_rank=0", "actor.optim.lr=1e-4"]
 PROGRAMS = {
     "flowgrpo": ("flowgrpo", ["actor.ppo_mini_batch_size=12"]),
@@ -76,7 +76,6 @@ def rows(hosted, metric_rows, tmp_path_factory):
                 ("nft ahead", "two copies"),
                 ("nft ahead", "three shards"),
                 ("nft ahead, all weights", "two copies"),
-                ("nft ahead, all weights", "two shards, two replicas"),
                 ("awm ahead", "two shards, two replicas"),
                 ("awm ahead, all weights", "two shards, two replicas"),
             ]

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from .errors import RolloutConfigError
-from .kept import Kept
 from .loop_base import DiffusionAgentLoop
 from .samples import Chunk, pictures_of
-from .types import GenerationRequest
+from .types import GenerationRequest, Kept
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -8,21 +8,12 @@ where the call runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from .types import GenerationRequest, Kept
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from .types import GenerationRequest
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Row `row` of the array [b, …] fp32 behind `reference`: Ray's, or the number of an argument."""
-
-    reference: Any
-    row: int
 
 
 def by_number(requests: Sequence[GenerationRequest]) -> tuple[list[GenerationRequest], list[Any]]:

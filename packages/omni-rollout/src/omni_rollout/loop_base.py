@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .config import DiffusionRolloutConfig
-from .kept import Kept
 from .samples import Chunk
-from .types import GenerationRequest
+from .types import GenerationRequest, Kept
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -9,8 +9,7 @@ from sde_samplers import initial_noise, sample_generator
 from torch import Tensor
 
 from .errors import RolloutConfigError
-from .kept import Kept
-from .types import GenerationRequest
+from .types import GenerationRequest, Kept
 
 
 def generators_of(rows: Sequence[GenerationRequest]) -> list[torch.Generator]:

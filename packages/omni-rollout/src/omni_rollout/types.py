@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from sde_samplers.settings import SamplerSettings
 
 from .errors import RolloutConfigError
-from .kept import Kept
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Clean latents in another process: row `row` of the array [b, …] fp32 behind `reference`. See `kept`."""
+
+    reference: Any
+    """Ray's, or the number of an argument of the call."""
+    row: int
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from diffusion_losses import numbers, pool_statistics
 from fsdp_diffusers_engine.batch import mini_batches
-from omni_rollout.kept import Kept, by_number
+from omni_rollout.kept import by_number
 from omni_rollout.remote import ASIDE, Remote
-from omni_rollout.types import GenerationRequest
+from omni_rollout.types import GenerationRequest, Kept
 from tensordict import TensorDict
 
 from .card_memory import place, text_bound

@@ -25,12 +25,11 @@ from lora_sync import verify
 from omni_rollout.agent_loop import DiffusionAgentLoopWorker, Drawn
 from omni_rollout.config import DiffusionPipelineConfig
 from omni_rollout.fleet import Fleet, LendTo
-from omni_rollout.kept import Kept
 from omni_rollout.placement import Node
 from omni_rollout.replica import Lend
 from omni_rollout.samples import Chunk, column
 from omni_rollout.sampling import resolve_settings
-from omni_rollout.types import GenerationRequest
+from omni_rollout.types import GenerationRequest, Kept
 from run_report import estimate
 from tensordict import TensorDict
 
