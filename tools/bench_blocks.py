@@ -413,6 +413,12 @@ def no_adapter(engine: Any) -> Any:
     return engine.use_adapter("reference")
 
 
+def _linear_then_gelu(x: Any, weight: Any, bias: Any) -> Any:
+    import torch.nn.functional as F
+
+    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+
+
 def products(small: bool, report: Report) -> None:
     """The products of a block's layers, 16 rows: in bf16, with GELU inside, in fp8 with a scale a row and with one in all."""
     import torch
@@ -428,7 +434,7 @@ def products(small: bool, report: Report) -> None:
         one = torch.ones((), device=device())
         kinds: dict[str, Callable[[], Any]] = {
             "bf16": partial(F.linear, x, w, bias),
-            "bf16, then GELU": lambda x=x, w=w, bias=bias: F.gelu(F.linear(x, w, bias), approximate="tanh"),
+            "bf16, then GELU": partial(_linear_then_gelu, x, w, bias),
             "bf16, GELU inside": partial(torch._addmm_activation, bias, x, w.t(), use_gelu=True),
         }
         for fast in () if CPU else (True, False):

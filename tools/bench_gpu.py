@@ -346,7 +346,7 @@ def one_copy(size: Size, folder: Path, report: Report) -> None:
     if done.returncode:
         raise RuntimeError(done.stderr[-600:])
     opened, found = map(float, done.stdout.split())
-    changed = bool((module[0]["attn"]["to_v"].weight == 7.0).all())
+    changed = bool((module.get_parameter("0.attn.to_v.weight") == 7.0).all())
     held = sum(p.nbytes for p in module.parameters()) / 1e9
     good = changed and len(loans) == len(wanted) and abs(found - before) <= 1e-6 * max(abs(before), 1.0)
     report("one copy", gb=held, lend_s=lent, open_s=opened, tensors=len(loans), good=good)

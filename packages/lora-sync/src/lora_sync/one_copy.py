@@ -164,4 +164,5 @@ def _loan(tensor: Tensor) -> Loan:
 
 def _over_file(manager: bytes, name: bytes, size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     storage: Any = torch.UntypedStorage
-    return torch.empty(0, dtype=dtype).set_(storage._new_shared_filename_cpu(manager, name, size), 0, shape)
+    empty: Any = torch.empty(0, dtype=dtype)
+    return empty.set_(storage._new_shared_filename_cpu(manager, name, size), 0, shape)  # type: ignore[no-any-return]
