@@ -124,7 +124,7 @@ def test_hps_v3_reads_the_special_token(folder, samples, tmp_path):
     assert reward.score(samples[::-1]) == results[::-1]
 
     # By hand, through the model with its own names.
-    inputs = reward.inputs(samples[0], suffix="<|Reward|>")
+    inputs = reward.processed(samples[0], suffix="<|Reward|>")
     assert inputs["input_ids"][0].tolist().count(len(state["model.embed_tokens.weight"]) - 1) == 1
     hidden = reward._model(**inputs).last_hidden_state[0]
     place = inputs["input_ids"][0].tolist().index(len(state["model.embed_tokens.weight"]) - 1)

@@ -56,7 +56,7 @@ class VisionLanguageReward(ModelReward):
     def check_target(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         need_prompt(self.name, prompt)
 
-    def inputs(self, sample: RewardSample, suffix: str = "") -> Any:
+    def processed(self, sample: RewardSample, suffix: str = "") -> Any:
         """The processor's tensors for one sample, on the device; `suffix` follows the instruction."""
         from PIL import Image
 
@@ -117,7 +117,7 @@ class UnifiedReward(VisionLanguageReward):
         return from_pretrained(AutoModelForImageTextToText, self.path, self.revision)
 
     def score_one(self, sample: RewardSample) -> RewardResult:
-        inputs = self.inputs(sample)
+        inputs = self.processed(sample)
         ids = self._model.generate(**inputs, max_new_tokens=self.max_new_tokens, do_sample=False)
         answer = self._processor.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)[0]
         score = parse_final_score(answer)
@@ -180,7 +180,7 @@ class HpsV3Reward(VisionLanguageReward):
         return model
 
     def score_one(self, sample: RewardSample) -> RewardResult:
-        inputs = self.inputs(sample, suffix=self.token)
+        inputs = self.processed(sample, suffix=self.token)
         places = (inputs["input_ids"][0] == self._token_id).nonzero()
         hidden = self._model(**inputs).last_hidden_state[0, int(places[-1])]
         mu, sigma = self._head(hidden.float()).tolist()
