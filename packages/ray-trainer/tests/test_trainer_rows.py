@@ -88,7 +88,7 @@ class Logical(Worker):
 
     def __init__(self, config, rank):
         self.config, self.rank, self.version, self.backend, self.trained = config, rank, 0, Drawn(), []
-        self.forms, self.taken = [], []
+        self.forms, self.taken, self.shares = [], [], []
         self.engine = SimpleNamespace(eval_mode=nullcontext)
         self.trainer = SimpleNamespace(train_mini_batch=self.train, compute_log_prob=self.score)
         self.rows = Store(("latents", "next_latents", "step_index", "sigmas", "rollout_log_probs", "final_latents"))
@@ -107,7 +107,8 @@ class Logical(Worker):
         )
         return {"statistics": {f"actor/number_{i}": statistic("mean", float(i), len(data)) for i in range(40)}}
 
-    def score(self, data, adapter):
+    def score(self, data, adapter, share):
+        self.shares.append(share)
         self.seen(data)
         means = data["latents"].clone()
         return TensorDict({"log_probs": data["rollout_log_probs"], "means": means}, batch_size=[len(data)])
@@ -121,6 +122,9 @@ class Logical(Worker):
     def keep(self, rows, copies=False):
         self.taken.append((len(rows.keys), copies))
         return super().keep(rows, copies)
+
+    def shares_scored(self):
+        return self.shares
 
     def rows_taken(self):
         return self.taken
@@ -416,9 +420,9 @@ def test_old_log_probs_are_scored_for_the_rows_after_the_first_optimizer_step(pr
         [int(u.rpartition("/")[2]) * 1000.0 + int(i) for u, i in zip(data["uid"], data["index"], strict=True)]
     )
     assert torch.equal(old[later], theirs[later, None].expand(-1, 2))
-    assert (
-        float(old[first].isnan().float().mean()) > 0.5
-    )  # a rank without a later row scores one of its own for nothing
+    # A rank without a later row scores one of its own for nothing.
+    assert float(old[first].isnan().float().mean()) > 0.5
+    assert 0.2 < made.group.call(Logical.shares_scored)[0][0] < 0.8  # what the count of forwards goes by
 
 
 @pytest.mark.parametrize("engines", [0, 3])

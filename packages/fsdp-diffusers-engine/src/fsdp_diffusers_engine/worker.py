@@ -113,15 +113,16 @@ class TrainingWorker:
         with engine.train_mode():
             return engine.step()
 
-    def compute_log_prob(self, data: TensorDict, adapter: str = "default") -> TensorDict:
-        """Scores of the samples under a policy state (`reference`: adapters off): see the engine's forward-only pass."""
+    def compute_log_prob(self, data: TensorDict, adapter: str = "default", share: float = 1.0) -> TensorDict:
+        """Scores of the samples under a policy state (`reference`: adapters off): see the engine's forward-only pass. `share` says
+        how many of a step's samples these are, for the count of `take_forwards`."""
         engine = self._engine
         size = self.config.actor.log_prob_micro_batch_size_per_gpu
         engine.forwards.take()  # what a rollout with the same weights forwarded is its own to report
         with engine.eval_mode(), engine.use_adapter(adapter):
             outputs = engine.forward_backward_batch(self._sized(data, size), None, forward_only=True)
         _, spent = engine.forwards.take().per_sample(data.batch_size[0])
-        self._spent[FORWARDS_LOG_PROB] = self._spent.get(FORWARDS_LOG_PROB, 0.0) + spent
+        self._spent[FORWARDS_LOG_PROB] = self._spent.get(FORWARDS_LOG_PROB, 0.0) + spent * share
         scores = gather_outputs(outputs)
         return TensorDict({k: v.cpu() for k, v in scores.items()}, batch_size=[len(next(iter(scores.values())))])
 

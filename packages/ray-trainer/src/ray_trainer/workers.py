@@ -190,7 +190,8 @@ class ActorRolloutRefWorker:
         Returns:
             [b, 2, W] these log-probs, and the rollout's.
         """
-        scores = self._scores(slots, "default")
+        scores = self._scores(slots, "default", len(slots) / (len(slots) + self._left))
+        self._left = 0
         found = {"old_log_probs": scores["log_probs"]}
         if self.config.actor.diffusion_loss.needs_old_means:
             found["old_means"] = scores["means"]
@@ -199,9 +200,13 @@ class ActorRolloutRefWorker:
 
     def leave_old_log_prob(self, slots: Sequence[int]) -> None:
         """Let the update's own forward give these rows' `old_log_probs`: they are of the first mini-batch."""
+        self._left = len(slots)
         self.rows.put(
             slots, {"old_log_probs": torch.full_like(self.rows.rows(slots).tensors["rollout_log_probs"], OWN)}
         )
+
+    _left = 0
+    """Rows of this step that `compute_log_prob` is not asked for."""
 
     def measure_log_prob(self, slots: Sequence[int]) -> np.ndarray:
         """What `compute_log_prob` returns; nothing is kept."""
@@ -215,12 +220,12 @@ class ActorRolloutRefWorker:
         """Keep `ref_means` [W, …] of each row: under the same weights with the adapter off."""
         self.rows.put(slots, {"ref_means": self._scores(slots, "reference")["means"]})
 
-    def _scores(self, slots: Sequence[int], adapter: str) -> TensorDict:
+    def _scores(self, slots: Sequence[int], adapter: str, share: float = 1.0) -> TensorDict:
         actor, count = self.config.actor, len(slots)
         if self._scores_itself:  # then in batches of the update's size, on which the last bits depend
             size = actor.log_prob_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
             count = -(-count // size) * size
-        return self.trainer.compute_log_prob(self.rows.batch(np.resize(slots, count).tolist()), adapter)
+        return self.trainer.compute_log_prob(self.rows.batch(np.resize(slots, count).tolist()), adapter, share)
 
     @property
     def _scores_itself(self) -> bool:
