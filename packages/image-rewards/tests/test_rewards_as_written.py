@@ -20,6 +20,7 @@ from image_rewards import (
 )
 from image_rewards.functions import FunctionReward, as_reward, inputs_of
 from image_rewards.manager import ImageRewardManager
+from image_rewards.registry import BUILTIN, find
 from image_rewards.shapes import ShapesReward
 from image_rewards.video import VideoReward
 
@@ -313,6 +314,7 @@ def test_a_reward_may_read_latents():
     assert Loud()(RewardSample(clean)).unwrap() == 3
     kinds = [quiet, Loud, Loud(), made, lambda image: 0.0, ShapesReward, ShapesReward()]
     assert [inputs_of(kind) for kind in kinds] == ["latents"] * 4 + ["pixels"] * 3
+    assert {name: inputs_of(find(name)) for name in BUILTIN} == dict.fromkeys(BUILTIN, "pixels")
 
 
 @pytest.mark.parametrize(
