@@ -335,3 +335,11 @@ def test_latents_cannot_be_scored_as_frames_or_beside_a_picture():
         VideoReward(Loud())
     with pytest.raises(RewardError, match="reward.several"):
         load("combine", parts=[{"reward": "shapes"}, {"reward": Loud()}])
+
+
+def test_a_reward_that_reads_something_else_is_refused():
+    with pytest.raises(RewardConfigError, match=r"'Odd'.*is none of \('pixels', 'latents'\)"):
+
+        class Odd(Reward):
+            def inputs(self):
+                return []

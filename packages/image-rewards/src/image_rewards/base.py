@@ -17,7 +17,7 @@ import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
@@ -111,6 +111,10 @@ class Reward(ABC):
         super().__init_subclass__(**kwargs)
         if "name" not in vars(cls):
             cls.name = cls.__name__
+        known = get_args(Inputs)
+        require(
+            cls.inputs in known, f"reward {cls.name!r}: inputs={cls.inputs!r} is none of {known}; it says what is read."
+        )
 
     def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """Score every sample; results come in the order of the samples. Pictures are read-only inside.
