@@ -183,7 +183,7 @@ def test_replicas_draw_beside_the_update_and_all_is_drawn_before_the_weights_com
 ):
     events = Events(monkeypatch, gated=True)
 
-    async def sampler(config, workers):
+    async def sampler(config, workers, say):
         return ray_trainer.rollouts.FleetSampler(config, workers, Fleet(one_process, events), False)
 
     monkeypatch.setattr(loop, "open_sampler", sampler)

@@ -758,7 +758,7 @@ def program_command(size: Size, folder: Path, work: Path, *keys: str) -> list[st
     return [
         sys.executable, str(ROOT / "apps/flowgrpo"), "recipe=tiny_flow_grpo", f"model.path={folder}",
         "model.architecture=qwen_image", f"model.lora_rank={size.rank}", f"model.lora_alpha={2 * size.rank}",
-        "model.target_modules=attention", "model.enable_gradient_checkpointing=true",
+        "model.target_modules=attention", "model.lora_seed=0", "model.enable_gradient_checkpointing=true",
         f"model.transformer_config={json.dumps(config).replace(' ', '')}",
         f"actor.fsdp_config.model_dtype={'fp32' if CPU else 'bf16'}", f"rollout.dtype={'float32' if CPU else 'bfloat16'}",
         "actor.diffusion_loss.ref_kl_coef=0", f"actor.ppo_mini_batch_size={batch}",
@@ -816,16 +816,18 @@ def program_fp8(size: Size, folder: Path, report: Report) -> None:
     program(size, folder, report, "trainer.total_steps=2", "rollout.fp8=true")
 
 
-def program_engine(size: Size, folder: Path, report: Report, *keys: str) -> None:
+def program_engine(
+    size: Size, folder: Path, report: Report, *keys: str, sleep: str = "rollout.vllm_omni.enable_sleep_mode=true"
+) -> None:
     """The same with a vLLM-Omni engine: on a card of its own where there are two, else asleep during updates."""
     own = "rollout.vllm_omni.engine_kwargs={custom_pipeline_args: {pipeline_class: bench_pipeline.RandomQwenImage}}"
     eager = f"rollout.vllm_omni.enforce_eager={str(CPU).lower()}"
-    program(size, folder, report, "rollout.backend=vllm_omni", own, eager, *keys)
+    program(size, folder, report, "rollout.backend=vllm_omni", own, eager, sleep, *keys)
 
 
 def program_one_copy(size: Size, folder: Path, report: Report) -> None:
     """An engine that never sleeps and borrows the trainer's frozen weights."""
-    program_engine(size, folder, report, "rollout.vllm_omni.enable_sleep_mode=false", "trainer.total_steps=3")
+    program_engine(size, folder, report, "trainer.total_steps=3", sleep="rollout.vllm_omni.enable_sleep_mode=false")
 
 
 def program_engine_again(size: Size, folder: Path, report: Report) -> None:

@@ -2,11 +2,12 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from accelerate import init_empty_weights
 from model_specs import available, get_spec_for, tiny
-from ray_trainer.card_memory import GB, Machine, borrows, check_split, foresee, measure, place
+from ray_trainer.card_memory import GB, Machine, borrows, check_split, foresee, measure, place, sleeps
 from ray_trainer.config import compose
 from ray_trainer.errors import TrainerError
 from ray_trainer.model_folder import part_shapes
@@ -111,12 +112,13 @@ def test_engines_follow_the_gpus(qwen):
     assert (beside.sharding, beside.engines, beside.tensor_parallel, beside.beside) == ("shard", 8, 1, True)
     roomy = chosen(qwen, 141, [NODE], *ENGINES)
     assert (roomy.sharding, roomy.engines, roomy.tensor_parallel) == ("replicate", 8, 1)
-    awake = chosen(qwen, 141, [NODE], *ENGINES, "rollout.vllm_omni.enable_sleep_mode=false")  # one copy serves both
-    assert (awake.sharding, awake.engines, awake.beside) == ("replicate", 8, True)
-    config = make(*FULL, *ENGINES, "rollout.vllm_omni.enable_sleep_mode=false")
-    assert borrows(config, awake)
-    assert not borrows(make(*FULL, *ENGINES), roomy)
-    assert not borrows(config, beside)  # a shard is no whole copy
+    assert not sleeps(make(*FULL, *ENGINES), roomy)  # one copy serves both
+    for choice, copies, away in (("false", True, False), ("true", False, True)):
+        config = make(*FULL, *ENGINES, f"rollout.vllm_omni.enable_sleep_mode={choice}")
+        assert (borrows(config, roomy), sleeps(config, roomy)) == (copies, away)
+    assert sleeps(make(*FULL, *ENGINES), beside)  # a shard is no whole copy
+    assert not borrows(make(*FULL, *ENGINES, "rollout.fp8=true"), roomy)
+    assert not sleeps(make(*FULL, *ENGINES), replace(roomy, beside=False))
     own = chosen(qwen, 85, [NODE, Machine(8, 0)], *ENGINES)
     assert (own.sharding, own.engines, own.tensor_parallel, own.beside) == ("replicate", 8, 1, False)
     split = chosen(qwen, 48, [NODE, Machine(8, 0)], *ENGINES)  # an engine of 58 GB goes over two cards

@@ -260,7 +260,7 @@ def program(monkeypatch, tmp_path):
             fakes.fail("load")
             return fakes
 
-        async def sampler(config, workers):
+        async def sampler(config, workers, say):
             return AsyncClose(fakes)
 
         monkeypatch.setattr(loop, "WorkerGroup", workers)

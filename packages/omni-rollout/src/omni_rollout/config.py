@@ -146,9 +146,10 @@ class VllmOmniConfig(Checked):
     came for a fifth of that time, and never waits for a full batch."""
     step_execution: bool = False
     """Schedule step by step instead of request by request (models that support it)."""
-    enable_sleep_mode: bool = True
-    """Beside a trainer on one GPU, the weights leave it during updates. false: they stay; where only an adapter is trained, and
-    the trainer holds all its weights in the rollout's dtype, it samples with those, so that the GPU holds one copy."""
+    enable_sleep_mode: bool | None = None
+    """Beside a trainer on one GPU. true: the weights leave the GPU during updates. false: they stay. null: they stay where an
+    engine can use the trainer's own (only an adapter is trained, in the rollout's dtype, unsharded): the GPU holds one copy then;
+    and they leave it elsewhere."""
     rollout_attn_backend: str | None = None
     """Attention kernel of the engine. null: CUDNN_ATTN for 16-bit weights on a GPU (4 % more pictures than TORCH_SDPA, measured
     on an H200 with Qwen-Image at 512²), else TORCH_SDPA. FLASH_ATTN is as fast and needs its wheel."""

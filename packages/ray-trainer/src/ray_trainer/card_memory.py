@@ -400,8 +400,7 @@ def _rows(config: RunConfig, needs: Needs, option: Placement) -> dict[str, float
         away = needs.moments / share if option.optimizer_offload else 0.0
         rows |= {"text encoder, VAE": needs.encoders, "activations": max(needs.update, needs.rollout - away)}
     elif option.beside:
-        sleeps = config.rollout.backend == "vllm_omni" and config.rollout.vllm_omni.enable_sleep_mode
-        if sleeps:
+        if sleeps(config, option):
             rows["engine, or the update while it sleeps"] = max(engine, needs.update)
         elif borrows(config, option):
             # It loads a copy of its own before it can compare the two.
@@ -422,6 +421,12 @@ def borrows(config: RunConfig, option: Placement) -> bool:
     same = _BYTES[rollout.dtype] == _BYTES[trained] and not rollout.fp8 and config.sync_mode == "lora"
     engine = rollout.backend == "vllm_omni" and not rollout.vllm_omni.enable_sleep_mode
     return engine and same and option.beside and option.sharding == "replicate" and option.tensor_parallel == 1
+
+
+def sleeps(config: RunConfig, option: Placement) -> bool:
+    """Whether engines beside trainers leave the GPUs during updates."""
+    rollout, asked = config.rollout, config.rollout.vllm_omni.enable_sleep_mode
+    return rollout.backend == "vllm_omni" and option.beside and asked is not False and not borrows(config, option)
 
 
 def _describe(config: RunConfig, chosen: Placement) -> str:

@@ -277,9 +277,9 @@ class WorkerGroup:
         calls = [worker.submit(Worker.write_rows, str(folder)) for worker in self.workers]
         self._ray.get(calls, timeout=60)  # one that hangs may have caused all this
 
-    async def lora_payload(self, adapter: str, version: int) -> tuple[Promise, Any]:
-        """What a receipt of the adapter must say, and the adapter, gathered from all workers, as Ray's reference."""
-        answers = (worker.parts(Worker.lora_payload, adapter, version, returns=2) for worker in self.workers)
+    async def lora_payload(self, adapter: str, version: int, lent: bool = False) -> tuple[Promise, Any]:
+        """What a receipt of the adapter must say, and the adapter, gathered from all workers, as Ray's reference; see `Worker`."""
+        answers = (worker.parts(Worker.lora_payload, adapter, version, lent, returns=2) for worker in self.workers)
         promise, reference = (await asyncio.gather(*answers))[0]
         return promise, reference
 

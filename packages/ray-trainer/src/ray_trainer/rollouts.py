@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +24,7 @@ from image_rewards.loop import Stored
 from lora_sync import verify
 from omni_rollout.agent_loop import DiffusionAgentLoopWorker, Drawn
 from omni_rollout.config import DiffusionPipelineConfig
+from omni_rollout.errors import ReplicaError
 from omni_rollout.fleet import Fleet, LendTo
 from omni_rollout.placement import Node
 from omni_rollout.replica import Lend
@@ -33,7 +34,7 @@ from omni_rollout.types import GenerationRequest, Kept
 from run_report import estimate
 from tensordict import TensorDict
 
-from .card_memory import borrows
+from .card_memory import GB, borrows
 from .config import RunConfig
 from .machines import fetch_everywhere, machines
 from .prompts import Prompt
@@ -203,9 +204,9 @@ class Sampler(Protocol):
         """End what was started."""
 
 
-async def open_sampler(config: RunConfig, workers: WorkerGroup) -> Sampler:
-    """The sampler that the config asks for, started."""
-    return HybridSampler(config, workers) if config.shares_weights else await FleetSampler.launch(config, workers)
+async def open_sampler(config: RunConfig, workers: WorkerGroup, say: Callable[[str], None]) -> Sampler:
+    """The sampler that the config asks for, started. `say` tells a person what did not go as planned."""
+    return HybridSampler(config, workers) if config.shares_weights else await FleetSampler.launch(config, workers, say)
 
 
 def chunk(facts: Mapping[str, np.ndarray], shown: Any, owners: Sequence[int]) -> TensorDict:
@@ -294,6 +295,10 @@ def lender(workers: WorkerGroup) -> LendTo:
     return lend_to
 
 
+_MOST = 0.9
+"""Of an engine's base weights: so many it must be able to use of the trainer's, else it had better keep its own and sleep."""
+
+
 class FleetSampler:
     """Replicas in processes of their own. Use `launch`."""
 
@@ -301,14 +306,11 @@ class FleetSampler:
         self.config, self.workers, self.fleet = config, workers, fleet
         self._version, self.beside = -1, not shares_gpu
         self._weights = None if config.sync_mode == "lora" else WeightSync(config, workers, fleet)
-        self._sleeps = (
-            shares_gpu and config.rollout.backend == "vllm_omni" and config.rollout.vllm_omni.enable_sleep_mode
-        )
-        self._shares_gpu, self._asleep = shares_gpu, False
+        self._shares_gpu, self._sleeps, self._asleep = shares_gpu, False, False
         self._shared_bytes: int | None = None
 
     @classmethod
-    async def launch(cls, config: RunConfig, workers: WorkerGroup) -> FleetSampler:
+    async def launch(cls, config: RunConfig, workers: WorkerGroup, say: Callable[[str], None]) -> FleetSampler:
         """Start the replicas where `card_memory.place` has put them."""
         import ray
 
@@ -319,10 +321,27 @@ class FleetSampler:
             os.environ.setdefault("OMNI_ROLLOUT_CPU", "1")
         beside = workers.gpu_places() if placed.beside else None
         paths = fetch_everywhere(config.model.path, machines())
-        fleet = await Fleet.launch(rollout, paths, cpus=0.25, beside=beside)
+        borrowing, asked = borrows(config, placed), engine.enable_sleep_mode
+        engine.enable_sleep_mode = not borrowing and asked is not False
+        fleet, shared = await Fleet.launch(rollout, paths, cpus=0.25, beside=beside), None
+        if borrowing:
+            try:
+                shared, whole = await fleet.borrow_base(lender(workers))
+                why = f"only {shared / GB:.2g} of its {whole / GB:.2g} GB of base weights equal the trainer's"
+                fits = shared > _MOST * whole
+            except ReplicaError as error:
+                if asked is False:
+                    raise
+                why, fits = str(error), False
+            if not fits and asked is None:
+                say(f"the engine cannot use the trainer's weights, so it starts again and will sleep in updates: {why}")
+                shared = None
+                await fleet.close()
+                engine.enable_sleep_mode = True
+                fleet = await Fleet.launch(rollout, paths, cpus=0.25, beside=beside)
         sampler = cls(config, workers, fleet, beside is not None)
-        if borrows(config, placed):
-            sampler._shared_bytes, _ = await fleet.borrow_base(lender(workers))
+        sampler._shared_bytes = shared
+        sampler._sleeps = beside is not None and rollout.backend == "vllm_omni" and bool(engine.enable_sleep_mode)
         return sampler
 
     async def stream(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[Chunk]:
@@ -363,7 +382,8 @@ class FleetSampler:
         if self._weights is not None:
             metrics |= await self._weights.bring(self.config.rollout.rollout_adapter, version)
         for adapter in self.config.sampling_adapters if self._weights is None else ():
-            promise, reference = await self.workers.lora_payload(adapter, version)
+            lent = self._shared_bytes is not None
+            promise, reference = await self.workers.lora_payload(adapter, version, lent)
             clock.lap("time/sync_gather")
             for receipt in await self.fleet.update_lora(promise, adapter, reference=reference):
                 verify(promise, receipt, previous_version=self._version if self._version >= 0 else None)

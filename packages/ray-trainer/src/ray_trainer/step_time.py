@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .card_memory import KEPT, Needs, Placement
+from .card_memory import KEPT, Needs, Placement, sleeps
 from .config import RunConfig, updates_per_step
 from .model_folder import check_folder
 from .prompts import Prompt
@@ -162,10 +162,10 @@ def _reward(config: RunConfig, each: float, drawing: float) -> Phase:
 
 def _moved(config: RunConfig, needs: Needs, placed: Placement, shared: int) -> float:
     """Bytes that leave a GPU in a step and come back: an engine that sleeps beside the trainer, and what the trainer puts away."""
-    fsdp, rollout = config.actor.fsdp_config, config.rollout
+    fsdp = config.actor.fsdp_config
     moved = needs.base / shared if fsdp.param_offload else 0.0
     moved += needs.moments / shared if placed.optimizer_offload or fsdp.optimizer_offload else 0.0
-    if rollout.backend == "vllm_omni" and placed.beside and rollout.vllm_omni.enable_sleep_mode:
+    if sleeps(config, placed):
         moved += needs.base / placed.tensor_parallel + needs.encoders
     return moved
 

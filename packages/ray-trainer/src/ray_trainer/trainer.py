@@ -151,7 +151,7 @@ class RayDiffusionTrainer(ABC):
         self._runner = stack.enter_context(asyncio.Runner())
         own = self.config.shares_weights  # else replicas sample: engines compile when they start
         with nullcontext() if own else working("starting the replicas that sample", self.say):
-            self.sampler = self._runner.run(open_sampler(self.config, self.workers))
+            self.sampler = self._runner.run(open_sampler(self.config, self.workers, self.say))
         stack.callback(self._quietly, lambda: self._runner.run(self.sampler.close()))
         self.rollouts = Rollouts(self.config, self.sampler, self.workers)
         stack.callback(self._quietly, self.rollouts.close)

@@ -295,11 +295,15 @@ class ActorRolloutRefWorker:
         self.version = global_steps
         return {"sync/version": float(global_steps), "sync/tensors_bound": float(bound)}
 
-    def lora_payload(self, adapter: str, version: int) -> tuple[Promise, LoRAPayload | LentLoRA | None]:
-        """The adapter for samplers in other processes, and what they must answer. All ranks gather it, the first one sends it."""
+    def lora_payload(
+        self, adapter: str, version: int, lent: bool = False
+    ) -> tuple[Promise, LoRAPayload | LentLoRA | None]:
+        """The adapter for samplers in other processes, and what they must answer. All ranks gather it, the first one sends it; or
+        they read it where it is, if it was lent to them."""
         from lora_sync.one_copy import lent_adapter
 
-        payload = lent_adapter(self.engine.module, adapter, version) or self._payload(adapter, version)
+        there = lent_adapter(self.engine.module, adapter, version) if lent else None
+        payload = there or self._payload(adapter, version)
         self.version = version
         return payload.promise, payload if self.rank == 0 else None
 

@@ -58,7 +58,7 @@ def start_engine(config: DiffusionRolloutConfig, path: str, spec: ModelSpec, cud
         "enforce_eager": settings.enforce_eager,
         "max_num_seqs": settings.max_num_seqs,
         "request_batch_max_wait_ms": settings.request_batch_max_wait_ms,
-        "enable_sleep_mode": settings.enable_sleep_mode,
+        "enable_sleep_mode": settings.enable_sleep_mode is not False,
         "step_execution": settings.step_execution,
         "custom_pipeline_args": {"pipeline_class": pipeline_class(spec, settings.step_execution)},
         "worker_extension_cls": _EXTENSION,

@@ -83,7 +83,7 @@ class vLLMOmniHttpServer:
             self.engine = start_engine(self.config, self.path, self.spec, self.cuda_visible_devices)
             await self._rpc("engine_facts")  # an engine that answers has its extension in place
             if (
-                self.cuda_visible_devices and self.config.vllm_omni.enable_sleep_mode
+                self.cuda_visible_devices and self.config.vllm_omni.enable_sleep_mode is not False
             ):  # beside a trainer, where it will sleep
                 await self._rpc("keep_host_copy")
         except Exception as error:
