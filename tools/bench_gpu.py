@@ -758,7 +758,7 @@ def program_command(size: Size, folder: Path, work: Path, *keys: str) -> list[st
     return [
         sys.executable, str(ROOT / "apps/flowgrpo"), "recipe=tiny_flow_grpo", f"model.path={folder}",
         "model.architecture=qwen_image", f"model.lora_rank={size.rank}", f"model.lora_alpha={2 * size.rank}",
-        "model.target_modules=attention", "model.lora_seed=0", "model.enable_gradient_checkpointing=true",
+        "model.target_modules=attention", "model.enable_gradient_checkpointing=true",
         f"model.transformer_config={json.dumps(config).replace(' ', '')}",
         f"actor.fsdp_config.model_dtype={'fp32' if CPU else 'bf16'}", f"rollout.dtype={'float32' if CPU else 'bfloat16'}",
         "actor.diffusion_loss.ref_kl_coef=0", f"actor.ppo_mini_batch_size={batch}",

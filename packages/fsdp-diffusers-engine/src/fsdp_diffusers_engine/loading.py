@@ -115,7 +115,8 @@ class RandomSource:
             whole = torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
             return whole[index] if shape else whole
         generator = torch.Generator(self.device).manual_seed(seed_of(self.seed, name))
-        return torch.randn(*shape, generator=generator, device=self.device)[index] * 0.02
+        # In fp32 whatever the default dtype is: an engine loads under its own, and would draw other numbers.
+        return torch.randn(*shape, generator=generator, device=self.device, dtype=torch.float32)[index] * 0.02
 
 
 def build(
