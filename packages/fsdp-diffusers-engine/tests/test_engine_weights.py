@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp_diffusers_engine import EngineError
+from fsdp_diffusers_engine.loading import RandomSource
 from lora_sync import export, extract_lora
 
 
@@ -205,3 +206,16 @@ def test_weights_that_do_not_fit_the_config_are_refused(
         build("missing")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def test_random_weights_do_not_hang_on_the_default_dtype() -> None:
+    """An engine loads under its own default dtype and must hold what the trainer drew."""
+    source = RandomSource(0, torch.device("cpu"))
+    whole = tuple(slice(None) for _ in range(2))
+    ours = source.read("blocks.0.weight", (8, 8), whole)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        theirs = source.read("blocks.0.weight", (8, 8), whole)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(ours, theirs)
