@@ -1,6 +1,6 @@
 """Let a policy draw, score what it drew, and write pairs (or the best pictures) that offline DPO (or SFT) trains on.
 
-    uv run python tools/make_pairs.py pairs --rounds 4
+    uv run python tools/make_pairs.py pairs --rounds 6
     uv run apps/dpo-online recipe=offline_dpo data.train_file=pairs/pairs.jsonl
     uv run apps/dpo-online recipe=sft data.train_file=pairs/best.jsonl
 
