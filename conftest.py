@@ -1,6 +1,7 @@
 """What is set before any test imports Ray or starts a process, and how the two processes of a run share the files."""
 
 import os
+import signal
 import sys
 
 import pytest
@@ -13,6 +14,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # Several processes share the cores: a thread that waits for the others of its pool sleeps instead of turning in a loop.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# A shell lets what it starts in the background ignore Ctrl-C, and so would every program that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Files that share something that takes long to start run in one process: a live vLLM-Omni engine and its Ray cluster; and the
 # process with one Ray in which runs follow each other.
