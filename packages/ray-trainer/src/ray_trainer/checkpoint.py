@@ -128,7 +128,8 @@ def _checksum(file: Path, size: int, changed: int) -> int:
     """CRC-32 of a file that has this size and time of change: each state of a file is read once."""
     value = 0
     with file.open("rb") as opened:
-        while block := opened.read(1 << 22):
+        # Small: the C library may keep a block of every thread that there ever was.
+        while block := opened.read(1 << 18):
             value = zlib.crc32(block, value)
     return value
 
