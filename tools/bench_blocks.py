@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from bench_common import CPU, Report, device, now, peak_gb, timed
 
@@ -408,6 +409,26 @@ def gelu_inside(engine: Any) -> Iterator[None]:
             layer.__class__ = GELU
 
 
+@contextlib.contextmanager
+def rows_in_pieces() -> Iterator[None]:
+    """Reductions of long rows as the compiler makes them by itself."""
+    from torch._inductor import config
+    from torch._inductor.choices import InductorChoices
+
+    ours: Any = InductorChoices.should_use_persistent_reduction
+    InductorChoices.should_use_persistent_reduction = staticmethod(ours.args[0])  # type: ignore[method-assign]
+    try:
+        with config.patch(force_disable_caches=True):  # whose keys do not know of this
+            yield
+    finally:
+        InductorChoices.should_use_persistent_reduction = staticmethod(ours)  # type: ignore[method-assign]
+
+
+def heads_by_the_compiler() -> Any:
+    """Queries and keys without the kernel that joins them."""
+    return patch("fsdp_diffusers_engine.compiling.takes_joined_heads", lambda *_: False)
+
+
 def no_adapter(engine: Any) -> Any:
     """What the adapter costs at most."""
     return engine.use_adapter("reference")
@@ -499,14 +520,16 @@ def changes(small: bool, report: Report) -> None:
     with report.section("profile"):
         profile(report, "forward", lambda: _without_gradient(engine, given))
         profile(report, "update", lambda: gradient(engine, few))
-    with report.section("products"):
-        products(small, report)
     if not CPU:
-        variant("on: fp8 weights, forward", lambda: fp8_weights(engine.module), backward=False, exact=0.3)
+        variant("off: rows reduced at once", rows_in_pieces)
+        variant("off: heads joined by one kernel, forward", heads_by_the_compiler, 20, backward=False)
+        variant("on: fp8 weights, forward", lambda: fp8_weights(engine.module), 20, backward=False, exact=0.3)
         with report.section("profile in fp8"), fp8_weights(engine.module):
             profile(report, "fp8 forward", lambda: _without_gradient(engine, given))
-    variant("no adapter, forward", lambda: no_adapter(engine), backward=False, exact=9.0)
-    variant("on: GELU inside the product, forward", lambda: gelu_inside(engine), backward=False)
+    variant("no adapter, forward", lambda: no_adapter(engine), 15, backward=False, exact=9.0)
+    variant("on: GELU inside the product, forward", lambda: gelu_inside(engine), 20, backward=False)
+    with report.section("products"):
+        products(small, report)
     if not CPU:
         variant("on: coordinate descent tuning", lambda: inductor.patch(coordinate_descent_tuning=True), 60)
         variant("on: static shapes", lambda: dynamo.patch(automatic_dynamic_shapes=False))
@@ -514,9 +537,7 @@ def changes(small: bool, report: Report) -> None:
     variant("off: scale on the small tensor", lambda: scale_on_the_output(engine))
     if not CPU:
         variant("on: torch's flash attention", flash_attention)
-        with report.section("off: compiling", 20) as go, uncompiled(engine):
-            if go:
-                measure("off: compiling")
+        variant("off: compiling", lambda: uncompiled(engine), 20)
 
 
 def _without_gradient(engine: Any, given: dict[str, Any]) -> None:

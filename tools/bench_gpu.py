@@ -595,7 +595,7 @@ def rollouts(size: Size, folder: Path, report: Report) -> None:
     own = Own.build(size, folder, report)
     for fp8, merged in ((False, False), (True, False), (True, True), (False, True)):
         what = f"rollout{', fp8' if fp8 else ''}{', adapter merged' if merged else ''}"
-        with report.section(what, 40) as go:
+        with report.section(what, 30) as go:
             if not go or (CPU and fp8):
                 continue
             if merged:

@@ -1,0 +1,49 @@
+"""The kernel that norms, turns and joins heads, run by Triton's interpreter: against the stock attention of compiled blocks."""
+
+import os
+import subprocess
+import sys
+
+CHECK = """
+import copy, torch
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
+from fsdp_diffusers_engine import compiling
+from fsdp_diffusers_engine.joined_heads import joined_heads
+
+torch.manual_seed(0)
+block = QwenImageTransformerBlock(48, 3, 16).bfloat16().requires_grad_(False)
+for norm in (block.attn.norm_q, block.attn.norm_k, block.attn.norm_added_q, block.attn.norm_added_k):
+    torch.nn.init.normal_(norm.weight, 1.0, 0.2)
+image, text, temb = (torch.randn(2, *shape, 48).bfloat16() for shape in ((5,), (3,), ()))
+angles = [torch.polar(torch.ones(n, 8), torch.randn(n, 8)) for n in (5, 3)]
+exact = copy.deepcopy(block).float()
+calls = []
+attend = compiling.attend
+compiling.attend = lambda *given: calls.append(1) or attend(*given)
+compiling.takes_joined_heads = lambda processor, attn, hidden_states: not torch.is_grad_enabled()
+compiling.compile_blocks([])
+block.compile(backend="eager", fullgraph=True)
+for mask in (None, torch.tensor([[True] * 3, [True, True, False]])):
+    wanted = exact(image.float(), text.float(), mask, temb.float(), angles)
+    before = len(calls)
+    with torch.no_grad():
+        joined = block(image, text, mask, temb, angles)
+    assert len(calls) == before + 1, "the kernel was not used"
+    image.requires_grad_(True)
+    stock = block(image, text, mask, temb, angles)
+    image.requires_grad_(False)
+    assert len(calls) == before + 1, "the kernel has no gradient"
+    for found, other, true in zip(joined, stock, wanted):
+        own, theirs = ((each.float() - true).norm() / true.norm() for each in (found, other))
+        assert own < 1.5 * theirs + 1e-3, (own, theirs)
+        assert own < 0.02, own
+print("agrees")
+"""
+
+
+def test_joined_heads_compute_what_the_stock_attention_computes():
+    """As near to fp32 as bf16 blocks are without it, with and without a text mask; with a gradient it is not used."""
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", CHECK], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("agrees\n")
