@@ -426,7 +426,7 @@ def rows_in_pieces() -> Iterator[None]:
 
 def heads_by_the_compiler() -> Any:
     """Queries and keys without the kernel that joins them."""
-    return patch("fsdp_diffusers_engine.compiling.takes_joined_heads", lambda *_: False)
+    return patch("fsdp_diffusers_engine.rotary.takes_joined_heads", lambda *_: False)
 
 
 def no_adapter(engine: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_diffusers_engine import compiling
+from fsdp_diffusers_engine import compiling, rotary
 from torch import nn
 
 
@@ -19,7 +19,7 @@ def test_rotation_without_complex_numbers_is_the_same() -> None:
     freqs = torch.polar(torch.ones(12, 8), torch.randn(12, 8, generator=draw))
     for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 0.0)):
         x = torch.randn(2, 12, 3, 16, generator=draw).to(dtype)
-        found, wanted = compiling.rotated(x, freqs), apply_rotary_emb_qwen(x, freqs, use_real=False)
+        found, wanted = rotary.rotated(x, freqs), apply_rotary_emb_qwen(x, freqs, use_real=False)
         assert found.dtype == dtype
         assert (found - wanted).abs().max() <= limit
 
@@ -42,6 +42,32 @@ def test_compiled_blocks_of_qwen_hold_no_complex_product(
     engine, data = make_engine(engine={"use_torch_compile": True}), make_batch(count=2)
     with engine.eval_mode():
         engine.forward_backward_batch(data, None, forward_only=True)
+    assert "torch.float32" in seen
+    assert not [dtype for dtype in seen if "complex" in dtype]
+
+
+def test_compiled_blocks_of_z_image_hold_no_complex_product() -> None:
+    """And compute what the stock ones do, with and without a mask."""
+    from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock
+
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        values = [node.meta.get("example_value") for node in graph.graph.nodes if node.op != "placeholder"]
+        seen.extend(str(value.dtype) for value in values if isinstance(value, torch.Tensor))
+        return graph.forward
+
+    torch.manual_seed(0)
+    block = ZImageTransformerBlock(0, 48, 3, 3, 1e-5, True)
+    stock = copy.deepcopy(block)
+    compiling.compile_blocks([])
+    block.compile(backend=backend, fullgraph=True)
+    x, temb = torch.randn(2, 7, 48), torch.randn(2, 48)
+    freqs = torch.polar(torch.ones(2, 7, 8), torch.randn(2, 7, 8))
+    mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+    for given in (None, mask):
+        found, wanted = block(x, given, freqs, temb), stock(x, given, freqs, temb)
+        assert (found - wanted).abs().max() < 1e-6 * wanted.abs().max()
     assert "torch.float32" in seen
     assert not [dtype for dtype in seen if "complex" in dtype]
 

@@ -7,7 +7,7 @@ import sys
 CHECK = """
 import copy, torch
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
-from fsdp_diffusers_engine import compiling
+from fsdp_diffusers_engine import compiling, rotary
 from fsdp_diffusers_engine.joined_heads import joined_heads
 
 torch.manual_seed(0)
@@ -18,9 +18,9 @@ image, text, temb = (torch.randn(2, *shape, 48).bfloat16() for shape in ((5,), (
 angles = [torch.polar(torch.ones(n, 8), torch.randn(n, 8)) for n in (5, 3)]
 exact = copy.deepcopy(block).float()
 calls = []
-attend = compiling.attend
-compiling.attend = lambda *given: calls.append(1) or attend(*given)
-compiling.takes_joined_heads = lambda processor, attn, hidden_states: not torch.is_grad_enabled()
+attend = rotary.attend_jointly
+rotary.attend_jointly = lambda *given: calls.append(1) or attend(*given)
+rotary.takes_joined_heads = lambda processor, attn, hidden_states: not torch.is_grad_enabled()
 compiling.compile_blocks([])
 block.compile(backend="eager", fullgraph=True)
 for mask in (None, torch.tensor([[True] * 3, [True, True, False]])):
