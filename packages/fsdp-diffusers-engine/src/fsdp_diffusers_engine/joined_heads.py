@@ -1,7 +1,8 @@
-"""Norm of the heads, rotary embedding, and text and image joined, as one kernel: Qwen-Image's queries and keys without gradient.
+"""Norm of the heads, rotary embedding, and text and image joined, as one kernel: Qwen-Image's queries and keys.
 
 The compiler makes three kernels of it, which read and write a tensor of the image's size nine times in bf16's measure; this one
-reads it once and writes it once. Arithmetic is that of the compiled blocks: fp32 from the product's output to the rotated number.
+reads it once and writes it once; so does its gradient. Arithmetic is that of the compiled blocks: fp32 from the product's output to
+the rotated number.
 """
 
 from __future__ import annotations
@@ -50,6 +51,48 @@ def _kernel(
     tl.store(out + (row * (T + S) + token) * H * PAIRS + place, low | high, mask=inside)
 
 
+@triton.jit
+def _gradient(
+    grad, text, image, text_norm, image_norm, text_angle, image_angle, grad_text, grad_image, T, S, eps,
+    H: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    row, token = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    of_text = token < T
+    pair = tl.arange(0, PAIRS)[None, :]
+    place = tl.arange(0, HEADS)[:, None] * PAIRS + pair
+    inside = place < H * PAIRS
+    here, there = (row * T + token) * H * PAIRS + place, (row * S + token - T) * H * PAIRS + place
+    a, b = _pairs(text + here, inside & of_text)
+    c, d = _pairs(image + there, inside & (token >= T))
+    a, b = a + c, b + d
+    scale = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / (2 * PAIRS) + eps)[:, None]
+    a, b = a * scale, b * scale
+    angle = 2 * (token * PAIRS + pair)
+    cos = tl.load(text_angle + angle, mask=of_text & (pair >= 0), other=0.0)
+    sin = tl.load(text_angle + angle + 1, mask=of_text & (pair >= 0), other=0.0)
+    angle -= 2 * T * PAIRS
+    cos += tl.load(image_angle + angle, mask=(token >= T) & (pair >= 0), other=0.0)
+    sin += tl.load(image_angle + angle + 1, mask=(token >= T) & (pair >= 0), other=0.0)
+    e, f = _pairs(text_norm + pair, of_text & (pair >= 0))
+    g, h = _pairs(image_norm + pair, (token >= T) & (pair >= 0))
+    p, q = _pairs(grad + (row * (T + S) + token) * H * PAIRS + place, inside)
+    p, q = (p * cos + q * sin) * (e + g), (q * cos - p * sin) * (f + h)  # of the normed numbers
+    along = tl.sum(p * a + q * b, axis=1)[:, None] / (2 * PAIRS)
+    low = ((p - a * along) * scale).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 65535
+    high = ((q - b * along) * scale).to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    tl.store(grad_text + here, low | high, mask=inside & of_text)
+    tl.store(grad_image + there, low | high, mask=inside & (token >= T))
+
+
+def _words(*tensors: Tensor) -> list[Tensor]:
+    return [each.contiguous().view(torch.int32) for each in tensors]
+
+
+def _shape(image: Tensor, norm: Tensor) -> dict[str, int]:
+    heads = image.shape[2] // len(norm)
+    return {"H": heads, "PAIRS": len(norm) // 2, "HEADS": triton.next_power_of_2(heads)}
+
+
 @torch.library.custom_op("fsdp_diffusers_engine::joined_heads", mutates_args=())
 def joined_heads(
     text: Tensor,
@@ -60,7 +103,7 @@ def joined_heads(
     image_angle: Tensor,
     eps: float,
 ) -> Tensor:
-    """[B, T + S, H, D] bf16, text first.
+    """[B, T + S, H, D] bf16, text first. Gradients go to `text` and `image` alone.
 
     Args:
         text, image: [B, T, H · D] and [B, S, H · D] bf16, as the projections give them.
@@ -68,14 +111,10 @@ def joined_heads(
         text_angle, image_angle: cosine and sine of each pair of channels, [T, D/2, 2] and [S, D/2, 2] fp32.
         eps: of the norms.
     """
-    B, T, _ = text.shape
-    S, D = image.shape[1], len(text_norm)
-    heads = image.shape[2] // D
-    out = torch.empty(B, T + S, heads, D, dtype=text.dtype, device=text.device)
-    words = [each.contiguous().view(torch.int32) for each in (text, image, text_norm, image_norm)]
-    angles = [each.contiguous() for each in (text_angle, image_angle)]
-    shape = {"H": heads, "PAIRS": D // 2, "HEADS": triton.next_power_of_2(heads)}
-    _kernel[(B, T + S)](*words, *angles, out.view(torch.int32), T, S, eps, **shape, num_warps=4)
+    B, T, S, D = *text.shape[:2], image.shape[1], len(text_norm)
+    out = torch.empty(B, T + S, image.shape[2] // D, D, dtype=text.dtype, device=text.device)
+    given = *_words(text, image, text_norm, image_norm), text_angle.contiguous(), image_angle.contiguous()
+    _kernel[(B, T + S)](*given, out.view(torch.int32), T, S, eps, **_shape(image, image_norm), num_warps=4)
     return out
 
 
@@ -83,3 +122,47 @@ def joined_heads(
 def _(text: Tensor, image: Tensor, text_norm: Tensor, *others: Any) -> Tensor:
     D = len(text_norm)
     return text.new_empty(len(text), text.shape[1] + image.shape[1], text.shape[2] // D, D)
+
+
+@torch.library.custom_op("fsdp_diffusers_engine::joined_heads_gradient", mutates_args=())
+def joined_heads_gradient(
+    grad: Tensor,
+    text: Tensor,
+    image: Tensor,
+    text_norm: Tensor,
+    image_norm: Tensor,
+    text_angle: Tensor,
+    image_angle: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Of `text` and `image`, from that of the output."""
+    out = (
+        torch.empty_like(text, memory_format=torch.contiguous_format),
+        torch.empty_like(image, memory_format=torch.contiguous_format),
+    )
+    B, T, S = *text.shape[:2], image.shape[1]
+    given = (
+        *_words(grad, text, image, text_norm, image_norm),
+        text_angle.contiguous(),
+        image_angle.contiguous(),
+        *(each.view(torch.int32) for each in out),
+    )
+    _gradient[(B, T + S)](*given, T, S, eps, **_shape(image, image_norm), num_warps=4)
+    return out
+
+
+@joined_heads_gradient.register_fake
+def _(grad: Tensor, text: Tensor, image: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return text.new_empty(text.shape), image.new_empty(image.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:-1])
+    ctx.eps = inputs[-1]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return *joined_heads_gradient(grad, *ctx.saved_tensors, ctx.eps), None, None, None, None, None
+
+
+joined_heads.register_autograd(_backward, setup_context=_keep)

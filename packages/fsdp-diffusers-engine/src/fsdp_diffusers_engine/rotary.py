@@ -60,12 +60,13 @@ def let_compile() -> None:
 
 
 def takes_joined_heads(processor: Any, attn: Any, hidden_states: Tensor) -> bool:
-    """Whether the kernel is for these numbers: bf16 on a GPU, no gradient, whole sequences."""
-    if torch.is_grad_enabled() or not hidden_states.is_cuda or processor._parallel_config is not None:
+    """Whether the kernel is for these numbers: bf16 on a GPU, norms that are not trained, whole sequences."""
+    if not hidden_states.is_cuda or processor._parallel_config is not None:
         return False
     norms = (attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k)
     weights = [getattr(norm, "weight", None) for norm in norms]
-    return all(each is not None and each.dtype == torch.bfloat16 for each in (hidden_states, *weights))
+    frozen = all(each is not None and not each.requires_grad for each in weights)
+    return frozen and all(each.dtype == torch.bfloat16 for each in (hidden_states, *weights))
 
 
 def attend_jointly(

@@ -191,8 +191,8 @@ class AlgorithmConfig:
     trained on, so they count in the loss's mean and in the KL (DiffusionNFT, AWM, DanceGRPO, MixGRPO, verl-omni); drop: they
     are left out before the update (flow_grpo). A sample without a score is always left out."""
     old_log_probs: Literal["rollout", "trainer", "auto"] = "rollout"
-    """rollout: the sampler's own, when sampler and trainer agree to the bit; trainer: one more forward pass per step; auto: as the
-    difference of the two at the first step says, against the loss's clip."""
+    """rollout: the sampler's own, when sampler and trainer agree to the bit; trainer: one more forward of what is trained after the
+    first optimizer step, or of all; auto: as the difference of the two at the first step says, against the loss's clip."""
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
     pair_mode: Literal["best_worst", "all"] = "best_worst"
     """Preference pairs of one prompt: best_worst or all (dpo)."""
