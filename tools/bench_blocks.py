@@ -521,7 +521,7 @@ def changes(small: bool, report: Report) -> None:
         profile(report, "forward", lambda: _without_gradient(engine, given))
         profile(report, "update", lambda: gradient(engine, few))
     if not CPU:
-        variant("off: rows reduced at once", rows_in_pieces)
+        variant("off: rows reduced at once, forward", rows_in_pieces, 20, backward=False)
         variant("off: heads joined by one kernel, forward", heads_by_the_compiler, 20, backward=False)
         variant("on: fp8 weights, forward", lambda: fp8_weights(engine.module), 20, backward=False, exact=0.3)
         with report.section("profile in fp8"), fp8_weights(engine.module):

@@ -899,7 +899,9 @@ def main() -> int:
     end = time.monotonic() + options.limit
     shm = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as made:
-        folder, into = make_folder(size, Path(made) / "model"), options.out or Path(made) / "results.jsonl"
+        folder, into = Path(made) / "model", options.out or Path(made) / "results.jsonl"
+        if set(options.parts) - {"ceiling", *bench_blocks.PARTS}:
+            make_folder(size, folder)
         logs = options.logs or Path(made)
         logs.mkdir(parents=True, exist_ok=True)
         into.unlink(missing_ok=True)
