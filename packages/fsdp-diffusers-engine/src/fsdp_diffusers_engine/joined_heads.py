@@ -23,10 +23,10 @@ def _pairs(pointer, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _kernel(
+def _kernel(  # type: ignore[no-untyped-def]
     text, image, text_norm, image_norm, text_angle, image_angle, out, T, S, eps,
     H: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     row, token = tl.program_id(0).to(tl.int64), tl.program_id(1)
     of_text = token < T
     pair = tl.arange(0, PAIRS)[None, :]
@@ -52,10 +52,10 @@ def _kernel(
 
 
 @triton.jit
-def _gradient(
+def _gradient(  # type: ignore[no-untyped-def]
     grad, text, image, text_norm, image_norm, text_angle, image_angle, grad_text, grad_image, T, S, eps,
     H: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     row, token = tl.program_id(0).to(tl.int64), tl.program_id(1)
     of_text = token < T
     pair = tl.arange(0, PAIRS)[None, :]

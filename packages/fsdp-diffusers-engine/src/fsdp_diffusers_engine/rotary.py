@@ -14,10 +14,8 @@ def let_compile() -> None:
     """Let compiled blocks of Qwen-Image and Z-Image turn their queries and keys by real numbers."""
     from diffusers.models.transformers import transformer_qwenimage, transformer_z_image
 
-    qwen, z_image = (
-        transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0,
-        transformer_z_image.ZSingleStreamAttnProcessor,
-    )
+    qwen: Any = transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0
+    z_image: Any = transformer_z_image.ZSingleStreamAttnProcessor
     if getattr(qwen.__call__, "__name__", "") == "compiled_qwen":
         return
     stock_qwen: Any = qwen.__call__
@@ -64,9 +62,10 @@ def takes_joined_heads(processor: Any, attn: Any, hidden_states: Tensor) -> bool
     if not hidden_states.is_cuda or processor._parallel_config is not None:
         return False
     norms = (attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k)
-    weights = [getattr(norm, "weight", None) for norm in norms]
-    frozen = all(each is not None and not each.requires_grad for each in weights)
-    return frozen and all(each.dtype == torch.bfloat16 for each in (hidden_states, *weights))
+    weights: list[Any] = [getattr(norm, "weight", None) for norm in norms]
+    if any(each is None or each.requires_grad for each in weights):
+        return False
+    return all(each.dtype == torch.bfloat16 for each in (hidden_states, *weights))
 
 
 def attend_jointly(
