@@ -56,6 +56,8 @@ def damaged(draw, whole):
 @given(tree=TREES, text=st.text(max_size=60), binary=st.binary(max_size=60), kind=st.integers(0, 2))
 @example(tree={}, text="a: &a [*a]", binary=b"", kind=1)
 @example(tree={}, text="trainer: " + "[" * 1200, binary=b"", kind=1)
+@example(tree={"base": {"model": {}, "rollout": [], "trainer": "x" * 300}}, text="", binary=b"", kind=0)
+@example(tree={"base": "x" * 300}, text="", binary=b"", kind=0)
 @example(tree={}, text="trainer: {total_steps: 1" + "0" * 5000 + "}", binary=b"", kind=1)
 def test_any_recipe(tree, text, binary, kind, tmp_path):
     from ray_trainer.config import compose

@@ -8,6 +8,7 @@ what differs.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -506,8 +507,12 @@ def _load_recipe(file: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     recipe = {key: _read(key, value, f"recipe {file.name}") for key, value in entries.items()}
     if base is None:
         return recipe
+    if not isinstance(base, ScalarNode):
+        raise TrainerError(
+            f"recipe {file.name}: base must be builtin:NAME or a file beside it, and not a list or a section"
+        )
     below = file.parent / resolve("recipes", expand(str(base.value)))
-    if not below.is_file():
+    if not os.path.isfile(below):  # false for a name that no file system takes, where Path.is_file raises
         raise TrainerError(f"recipe {file.name} is based on {base.value!r}, and there is no file {below}")
     chain = (*above, file.resolve())
     if below.resolve() in chain:
