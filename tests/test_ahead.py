@@ -28,7 +28,7 @@ from omni_rollout.samples import parted
 from ray_trainer.ahead import Ahead
 from ray_trainer.assets import builtin
 from ray_trainer.cli import run
-from ray_trainer.config import compose
+from ray_trainer.compose import compose
 from ray_trainer.group import WorkerGroup
 from ray_trainer.prompts import Prompt, PromptSampler
 from ray_trainer.workers import ActorRolloutRefWorker as Worker

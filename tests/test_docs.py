@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ray_trainer.config import known_keys
+from ray_trainer.keys import known_keys
 from ray_trainer.values import is_section
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -4,7 +4,7 @@ import pytest
 from flowgrpo.cli import APP
 from omni_rollout.diffusers_backend import DiffusersBackend
 from ray_trainer.assets import builtin
-from ray_trainer.config import compose
+from ray_trainer.compose import compose
 from ray_trainer.prompts import load_prompt_sets
 from ray_trainer.rollouts import requests_of
 from run_report import load_validations

@@ -17,7 +17,7 @@ from lora_sync.checksum import module_sum, value_sum
 from omni_rollout.errors import SyncError
 from ray_trainer.cli import run
 from ray_trainer.commands.export import adapter_of
-from ray_trainer.config import compose
+from ray_trainer.compose import compose
 from ray_trainer.errors import TrainerError
 from ray_trainer.workers import ActorRolloutRefWorker
 from safetensors.torch import load_file

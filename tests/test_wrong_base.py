@@ -11,7 +11,7 @@ import torch
 from lora_sync import WrongBaseError
 from omni_rollout.fleet import Fleet
 from ray_trainer.assets import builtin
-from ray_trainer.config import compose
+from ray_trainer.compose import compose
 from ray_trainer.workers import ActorRolloutRefWorker
 from safetensors.torch import load_file, save_file
 

@@ -60,7 +60,7 @@ def damaged(draw, whole):
 @example(tree={"base": "x" * 300}, text="", binary=b"", kind=0)
 @example(tree={}, text="trainer: {total_steps: 1" + "0" * 5000 + "}", binary=b"", kind=1)
 def test_any_recipe(tree, text, binary, kind, tmp_path):
-    from ray_trainer.config import compose
+    from ray_trainer.compose import compose
     from ray_trainer.errors import TrainerError
 
     file = tmp_path / "recipe.yaml"

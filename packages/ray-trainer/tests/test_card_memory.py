@@ -8,7 +8,7 @@ import pytest
 from accelerate import init_empty_weights
 from model_specs import available, get_spec_for, tiny
 from ray_trainer.card_memory import GB, Machine, borrows, check_split, foresee, measure, place, sleeps
-from ray_trainer.config import compose
+from ray_trainer.compose import compose
 from ray_trainer.errors import TrainerError
 from ray_trainer.model_folder import part_shapes
 

@@ -6,8 +6,10 @@ from typing import get_type_hints
 import pytest
 from annotated_types import Interval
 from omni_rollout.allowed import kinds, walk
-from ray_trainer.config import RunConfig, check_values, compose, known_keys, to_tree, to_yaml
+from ray_trainer.compose import compose
+from ray_trainer.config import RunConfig, to_tree, to_yaml
 from ray_trainer.errors import TrainerError
+from ray_trainer.keys import check_values, known_keys
 from ray_trainer.values import is_section
 
 

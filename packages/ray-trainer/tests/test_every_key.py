@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from diffusion_losses.config import DiffusionLossConfig
 from fsdp_diffusers_engine.optim import lr_factor
-from ray_trainer.config import OldPolicyConfig, compose, known_keys
+from ray_trainer.compose import compose
+from ray_trainer.config import OldPolicyConfig
+from ray_trainer.keys import known_keys
 from ray_trainer.prompts import Prompt
 from ray_trainer.rollouts import requests_of
 from ray_trainer.values import is_section
@@ -19,11 +21,7 @@ from ray_trainer.values import is_section
 PRESENTATION = {"app", "recipe"}
 """Names that are written into config.yaml and shown; `app` of another program is refused."""
 
-ENGINE, WORKER, TRAINER = (
-    "fsdp_diffusers_engine.engine:DiffusersFSDPEngine",
-    "fsdp_diffusers_engine.worker:TrainingWorker",
-    "",
-)
+ENGINE, WORKER = "fsdp_diffusers_engine.engine:DiffusersFSDPEngine", "fsdp_diffusers_engine.worker:TrainingWorker"
 TRAINER = "ray_trainer.trainer:RayDiffusionTrainer"
 READERS = {
     "fsdp_diffusers_engine.loading:build": "model.path model.transformer_subfolder model.transformer_config",

@@ -11,7 +11,7 @@ from image_rewards import PerSampleReward, RewardResult, RewardSample
 from image_rewards.loop import RewardLoopManager
 from image_rewards.model import ModelReward, on_gpu
 from ray_trainer.card_memory import foresee
-from ray_trainer.config import compose
+from ray_trainer.compose import compose
 from ray_trainer.errors import TrainerError
 from ray_trainer.machines import reserve
 from ray_trainer.rules import check_rules

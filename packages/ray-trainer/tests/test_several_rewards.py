@@ -10,7 +10,8 @@ import torch
 from image_rewards import RewardResult
 from omni_rollout.samples import column
 from ray_trainer import scoring
-from ray_trainer.config import DataConfig, PromptSource, compose, to_yaml
+from ray_trainer.compose import compose
+from ray_trainer.config import DataConfig, PromptSource, to_yaml
 from ray_trainer.errors import TrainerError
 from ray_trainer.prompts import PromptSampler, load_prompt_sets
 from ray_trainer.validate import validate_config

@@ -16,7 +16,8 @@ import psutil
 import pytest
 import ray
 from ray_trainer import cluster, group
-from ray_trainer.config import RayConfig, compose
+from ray_trainer.compose import compose
+from ray_trainer.config import RayConfig
 from ray_trainer.errors import TrainerError
 
 TINY = Path(str(files("flowgrpo"))) / "recipes" / "tiny_flow_grpo.yaml"

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from fsdp_diffusers_engine.worker import _filled
-from ray_trainer.config import OldPolicyConfig, compose, updates_per_step
+from ray_trainer.compose import compose
+from ray_trainer.config import OldPolicyConfig, updates_per_step
 from ray_trainer.errors import TrainerError
 from ray_trainer.step_metrics import forwards_per_sample
 from tensordict import NonTensorStack, TensorDict

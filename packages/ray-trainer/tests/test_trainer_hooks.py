@@ -9,7 +9,8 @@ import flowgrpo.trainer as grpo
 import pytest
 import torch
 from diffusion_losses import DiffusionLossConfig
-from ray_trainer.config import RolloutCorrectionConfig, compose
+from ray_trainer.compose import compose
+from ray_trainer.config import RolloutCorrectionConfig
 from ray_trainer.errors import TrainerError
 from ray_trainer.group import WorkerGroup
 from ray_trainer.rules import check_experts, check_rules

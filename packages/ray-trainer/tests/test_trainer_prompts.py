@@ -3,7 +3,8 @@ import json
 import pytest
 from omni_rollout.config import DiffusionPipelineConfig
 from ray_trainer.assets import builtin
-from ray_trainer.config import DataConfig, compose, to_yaml
+from ray_trainer.compose import compose
+from ray_trainer.config import DataConfig, to_yaml
 from ray_trainer.errors import TrainerError
 from ray_trainer.prompts import Prompt, PromptSampler, load_prompt_sets, load_prompts
 from ray_trainer.rollouts import negative_prompt

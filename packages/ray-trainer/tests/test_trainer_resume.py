@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from ray_trainer import resume
 from ray_trainer.checkpoint import publish, step_folder
-from ray_trainer.config import compose, known_keys
+from ray_trainer.compose import compose
 from ray_trainer.errors import TrainerError
+from ray_trainer.keys import known_keys
 from ray_trainer.prompts import load_prompts
 from ray_trainer.run_dir import open_run_dir
 from ray_trainer.trainer import RayDiffusionTrainer

@@ -40,7 +40,7 @@ from omni_rollout.replica import DiffusersReplica
 from omni_rollout.router import Router
 from omni_rollout.samples import parted, stacked
 from ray import cloudpickle
-from ray_trainer.config import compose
+from ray_trainer.compose import compose
 from ray_trainer.group import WorkerGroup
 from ray_trainer.prompts import Prompt
 from ray_trainer.rollouts import FleetSampler, HybridSampler, Rollouts

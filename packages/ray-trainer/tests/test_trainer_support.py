@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from ray_trainer.config import compose
+from ray_trainer.compose import compose
 from ray_trainer.errors import TrainerError
 from ray_trainer.rules import check_rules
 from ray_trainer.validate import validate_config

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .config import RunConfig, compose
+from .compose import compose
+from .config import RunConfig
 from .errors import TrainerError
 from .values import expand
 

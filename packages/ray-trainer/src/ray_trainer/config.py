@@ -1,35 +1,23 @@
-"""The config of a run: structured, typed, composed as defaults < recipe < `key=value` on the command line.
+"""The config of a run: every key that this package declares, in sections, and what follows from them.
 
-The schema is plain dataclasses and imports without torch. A key is one field, here or in the package that reads it: its name, its
-default, and in its type the words or the range that it takes (`omni_rollout.allowed`). A recipe is a short YAML file that says only
-what differs.
+Plain dataclasses that import without torch. A key is one field, here or in the package that reads it: its name, its default, and in
+its type the words or the range that it takes (`omni_rollout.allowed`). `compose` makes one from a recipe and a command line.
 """
 
 from __future__ import annotations
 
-import difflib
-import os
-import re
-import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache, partial
-from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from functools import partial
+from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, Len
 from diffusion_losses.config import NotNegative
 from diffusion_losses.decay import old_policy_decay
-from fsdp_diffusers_engine.config import DREW, DiffusionModelConfig, FSDPDiffusionActorConfig
-from omni_rollout.allowed import Count, CountOrZero, Seconds, Seed, fault, kinds
+from fsdp_diffusers_engine.config import DiffusionModelConfig, FSDPDiffusionActorConfig
+from omni_rollout.allowed import Count, CountOrZero, Seconds, Seed
 from omni_rollout.config import DiffusionRolloutConfig
-from yaml import MappingNode, Node, ScalarNode
 
-from .assets import resolve
-from .doors import importable
-from .errors import TrainerError
-from .values import Reference, convert, dump, expand, free, is_section, parse_yaml, read_yaml, section
+from .values import dump
 
 Thousands = Annotated[int, Interval(ge=1, le=10_000)]
 Weight = Annotated[float, Interval(ge=-1e9, le=1e9)]
@@ -376,252 +364,18 @@ class RunConfig:
 
 DRAWING = "drawing"
 """Policy state of the trained policy as it was at the last sync."""
+LORA = ("lora_alpha", "lora_init_weights", "lora_dtype", "target_modules", "exclude_modules", "lora_adapter_path")
+"""Keys of `model` that are of a LoRA alone."""
 FILLED_IN = {"actor.model_config": "model", "rollout.architecture": "model.architecture"}
 """Fields that repeat another one, so that a package can be used alone."""
 
 
-def kind_of(name: str) -> Any:
-    """The type of a dotted key, also of one inside a mapping of options or of sections; None where there is no such key."""
-    keys: Mapping[str, Any] = known_keys()
-    parts = name.split(".")
-    if name in keys:
-        return keys[name]
-    for cut in range(len(parts) - 1, 0, -1):
-        kind = keys.get(".".join(parts[:cut]))
-        if get_origin(kind) is dict:
-            element, rest = get_args(kind)[1], parts[cut + 1 :]
-            if not is_section(element):
-                return Any
-            inner = known_keys(element)
-            if not rest or ".".join(rest) in inner:
-                return inner[".".join(rest)] if rest else element
-            return Any if get_origin(inner.get(rest[0])) is dict else None
-    return None
-
-
-@cache
-def known_keys(schema: type = RunConfig, prefix: str = "") -> Mapping[str, Any]:
-    """Every key of a config, sections included, with its type. What the program fills in itself is left out."""
-    hints, keys = get_type_hints(schema), dict[str, Any]()
-    for f in fields(schema):
-        name = prefix + f.name
-        if name in FILLED_IN:
-            continue
-        keys[name] = hints[f.name]
-        inner = is_section(hints[f.name])
-        if inner is not None:
-            keys |= known_keys(inner, f"{name}.")
-    return keys
-
-
-OPTIONS = {
-    "reward.name": "reward.options",
-    "actor.diffusion_loss.loss_mode": "actor.diffusion_loss.options",
-    "trainer.algorithm": "algorithm.options",
-}
-"""Keys that name something, and the options that go with it alone."""
-DOORS = (
-    "trainer.algorithm",
-    "actor.diffusion_loss.loss_mode",
-    "rollout.agent.default_agent_loop",
-    "rollout.algo.kind",
-    "rollout.val_kwargs.algo.kind",
-    "model.architecture",
-    "reward.name",
-)
-"""Keys that may name what a person wrote, as "module:attribute" or "./file.py:attribute"."""
-EITHER = {"reward.several": ("reward.name", "reward.options"), "data.sources": ("data.train_file", "data.val_file")}
-"""Sections with several of something, and the keys that say one of it: a layer with the one puts the other of lower layers away."""
-LORA = ("lora_alpha", "lora_init_weights", "lora_dtype", "target_modules", "exclude_modules", "lora_adapter_path")
-"""Keys of `model` that are of a LoRA alone: a layer with `lora_rank: 0` puts those of lower layers away."""
-ELSEWHERE = {
-    "learning_rate": "actor.optim.lr",
-    "max_steps": "trainer.total_steps",
-    "num_train_epochs": "trainer.total_steps",
-    "output_dir": "trainer.run_dir",
-    "num_generations": "rollout.n",
-    "num_images_per_prompt": "rollout.n",
-    "group_size": "rollout.n",
-    "resolution": "rollout.pipeline.height",
-    "num_gpus": "trainer.num_workers",
-    "rank": "model.lora_rank",
-    "pretrained_model_name_or_path": "model.path",
-    "beta": "actor.diffusion_loss.ref_kl_coef",
-}
-"""What other trainers call a key, for the one that is named when it is typed here."""
-PATHS = ("trainer.run_dir", "model.path", "model.lora_adapter_path", "data.train_file", "data.val_file")
-"""Keys in which `~` and `$HOME` mean what they mean to a shell."""
-
-
-def _read(name: str, node: Node | str, source: str) -> Any:
-    """The value, or the tree of values, that `node` gives to key `name`.
-
-    Raises:
-        TrainerError: there is no such key (the nearest one is named), or the value does not fit.
-    """
-    for filled, told in FILLED_IN.items():
-        if name == filled or name.startswith(f"{filled}."):
-            raise TrainerError(f"config key {filled!r} in {source} is filled in from {told!r}; set that one instead")
-    keys = known_keys()
-    kind = kind_of(name) if name else RunConfig
-    if kind is Any and name not in keys:  # reward.options.path=…
-        if node == "":
-            return ""
-        return free(parse_yaml(node, name) if isinstance(node, str) else node, name, source)
-    if kind is None:
-        leaf = name.rpartition(".")[2]
-        # A right name under the wrong section is the commonest slip: offer where that leaf lives.
-        same = [known for known in keys if known.split(".")[-1] == leaf]
-        hint = next(iter(same), ELSEWHERE.get(leaf)) or next(
-            iter(difflib.get_close_matches(name, keys, n=1, cutoff=0.4)), None
-        )
-        raise TrainerError(
-            f"unknown config key {name!r} in {source}" + (f"; did you mean {hint!r}?" if hint else "; see --help")
-        )
-    if is_section(kind) is None and not (get_origin(kind) is dict and is_section(get_args(kind)[1])):
-        value = convert(kind, node, name, source)
-        general = re.sub(r"^(reward\.several|data\.sources)\.\w+\.", lambda m: m[1].split(".")[0] + ".", name)
-        if general in PATHS and value is not None and not isinstance(value, Reference):
-            value = expand(value) if isinstance(value, str) else [expand(str(one)) for one in value]
-        door = general in DOORS and value is not None and not isinstance(value, Reference)
-        return importable(name, value) if door else value
-    if isinstance(node, str):
-        node = parse_yaml(node, name)
-    if isinstance(node, ScalarNode) and node.value in ("null", "~") and NoneType in get_args(kind):
-        return None
-    if not isinstance(node, MappingNode):
-        shown = repr(node.value) if isinstance(node, ScalarNode) else "a list"
-        inner = is_section(kind)
-        hint = f"; set its keys, such as {name}.{fields(inner)[0].name}" if name and inner else ""
-        raise TrainerError(f"config key {name!r} in {source} is a section, but {shown} was given{hint}")
-    return {key: _read(f"{name}.{key}" if name else key, value, source) for key, value in section(node).items()}
-
-
-def _load_recipe(file: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A recipe over the one that it names under `base` (`builtin:NAME`, or a file beside it), each checked by itself."""
-    node = read_yaml(file, f"recipe {file.name}")
-    if not isinstance(node, MappingNode):
-        raise TrainerError(f"recipe {str(file)!r} is not a mapping of config keys; see --help for an example")
-    entries = section(node)
-    base = entries.pop("base", None)
-    recipe = {key: _read(key, value, f"recipe {file.name}") for key, value in entries.items()}
-    if base is None:
-        return recipe
-    if not isinstance(base, ScalarNode):
-        raise TrainerError(
-            f"recipe {file.name}: base must be builtin:NAME or a file beside it, and not a list or a section"
-        )
-    below = file.parent / resolve("recipes", expand(str(base.value)))
-    if not os.path.isfile(below):  # false for a name that no file system takes, where Path.is_file raises
-        raise TrainerError(f"recipe {file.name} is based on {base.value!r}, and there is no file {below}")
-    chain = (*above, file.resolve())
-    if below.resolve() in chain:
-        raise TrainerError(
-            f"recipe {file.name} is based on {below.name}, which is based on it; a base must end somewhere"
-        )
-    return _over(_load_recipe(below, chain), recipe)
-
-
-def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """One layer of config over another. Options belong to what they are of, and a validation file to its training file: another
-    reward, loss, algorithm or training file does not get them."""
-    labels = _at(above, "reward.several") or {}
-    several = {f"reward.several.{label}.name": f"reward.several.{label}.options" for label in labels}
-    for name, options in (OPTIONS | several).items():
-        if _at(above, name) not in (None, _at(below, name)):
-            (_at(below, options.removesuffix(".options")) or {}).pop("options", None)
-    if "train_file" in above.get("data", {}):
-        below = _merge(below, {"data": {"val_file": ""}})
-    for group, singles in EITHER.items():
-        for key in singles if _at(above, group) else (group,) if _at(above, singles[0]) else ():
-            part, _, leaf = key.partition(".")
-            below.get(part, {}).pop(leaf, None)
-    for key in LORA if _at(above, "model.lora_rank") == 0 else ():
-        below.get("model", {}).pop(key, None)
-    return _merge(below, above)
-
-
-def _at(tree: Any, key: str) -> Any:
-    """The value of a dotted key, None where a layer does not have it."""
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
-
-
-def _merge(below: Any, above: Any) -> Any:
-    if not (isinstance(below, dict) and isinstance(above, dict)):
-        return above
-    return below | {key: _merge(below[key], value) if key in below else value for key, value in above.items()}
-
-
-def _given(overrides: list[str]) -> dict[str, Any]:
-    """The tree of `key=value` texts; the last of two with one key counts."""
-    tree: dict[str, Any] = {}
-    for override in overrides:
-        name, _, text = override.partition("=")
-        value = _read(name, text, "the command line")
-        for part in reversed(name.split(".")):
-            value = {part: value}
-        tree = _merge(tree, value)
-    return tree
-
-
-def _resolved(value: Any, tree: dict[str, Any], name: str, seen: tuple[str, ...] = ()) -> Any:
-    """`value` with every `${other.key}` replaced by the value of that key."""
-    if isinstance(value, dict):
-        return {key: _resolved(one, tree, f"{name}.{key}".lstrip("."), seen) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_resolved(one, tree, name, seen) for one in value]
-    if not isinstance(value, Reference):
-        return value
-    if value in seen or value not in known_keys():
-        why = "leads back to itself" if value in seen else "names no config key"
-        raise TrainerError(f"{name}=${{{value}}} {why}; write the value itself")
-    found = _resolved(_at(tree, value), tree, name, (*seen, str(value)))
-    kind = known_keys().get(name, Any)
-    if type(found) in (int, float, str) and {int, float, str} & {kind, *get_args(kind)}:  # of another type, perhaps
-        return convert(kind, str(found), name, f"${{{value}}}")
-    return found
-
-
-def check_values(schema: type, tree: dict[str, Any], prefix: str = "") -> None:
-    """Raise `TrainerError`, with key, value and what it may be, for the first value that the type of its field does not allow."""
-    for name, kind in kinds(schema).items():
-        value, inner = tree.get(name), is_section(kind)
-        several = is_section(get_args(kind)[1]) if get_origin(kind) is dict else None
-        if inner is not None and isinstance(value, dict):
-            check_values(inner, value, f"{prefix}{name}.")
-        elif several is not None and isinstance(value, dict):
-            for label, one in value.items():
-                check_values(several, one, f"{prefix}{name}.{label}.")
-        elif any(isinstance(one, Reference) for one in (value if isinstance(value, list) else [value])):
-            continue  # its value is not known yet
-        elif wrong := fault(kind, value):
-            raise TrainerError(f"{prefix}{name}{wrong}")
-
-
-def _build(schema: Any, tree: dict[str, Any], prefix: str = "") -> Any:
-    """The dataclass of a whole tree.
-
-    Raises:
-        TrainerError: values that do not go together, with the key of the section that says so.
-    """
-    made = dict(tree)
-    for key, kind in get_type_hints(schema).items():
-        inner, value = is_section(kind), made.get(key)
-        several = is_section(get_args(kind)[1]) if get_origin(kind) is dict else None
-        if inner is not None and isinstance(value, dict):
-            made[key] = _build(inner, value, f"{prefix}{key}.")
-        elif several is not None and isinstance(value, dict):
-            made[key] = {label: _build(several, one, f"{prefix}{key}.{label}.") for label, one in value.items()}
-    try:
-        return schema(**made)
-    except (ValueError, TypeError) as error:
-        if isinstance(error, TrainerError):
-            raise
-        said = " ".join(str(error).split())
-        named = prefix if said.partition("=")[0] in made else f"{prefix.removesuffix('.')}: " if prefix else ""
-        raise TrainerError(f"{named}{said}") from error
+def updates_per_step(config: RunConfig) -> int:
+    """Optimizer steps of one training step when every row is trained on: equal rewards and ties leave fewer rows."""
+    rows = config.data.prompts_per_step * config.rows_per_prompt
+    if config.actor.diffusion_loss.spec.paired and config.algorithm.pair_mode == "best_worst":
+        rows = 2 * config.data.prompts_per_step
+    return -(-rows // config.actor.ppo_mini_batch_size) * config.actor.ppo_epochs
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
@@ -631,96 +385,6 @@ def to_tree(config: RunConfig) -> dict[str, Any]:
         part, _, leaf = name.partition(".")
         del tree[part][leaf]
     return tree
-
-
-def _fill_several(tree: dict[str, Any], given: dict[str, Any]) -> None:
-    """Complete the entries of `EITHER`'s sections, and empty the keys that they stand in for.
-
-    Raises:
-        TrainerError: one layer gave both, or a name that cannot be a metric's.
-    """
-    for group, singles in EITHER.items():
-        for key in singles if _at(tree, group) else ():
-            if _at(given, key):
-                raise TrainerError(f"{group} and {key} are two ways to say one thing; give {key} inside {group}.NAME")
-            part, _, leaf = key.partition(".")
-            tree[part][leaf] = type(tree[part][leaf])()
-        for label in _at(tree, group):
-            if not re.fullmatch(r"[a-z][a-z0-9_]*", label):
-                raise TrainerError(f"{group} has the name {label!r}; use small letters, digits and _: it names curves")
-    reward, data = tree["reward"], tree["data"]
-    shared = {f.name: reward[f.name] for f in fields(RewardPool) if f.name not in ("name", "options")}
-    reward["several"] = {label: asdict(NamedReward()) | shared | one for label, one in reward["several"].items()}
-    data["sources"] = {label: asdict(PromptSource()) | one for label, one in data["sources"].items()}
-
-
-def compose(app: str, recipe_file: Path, overrides: list[str]) -> RunConfig:
-    """Defaults < recipe file (over its base) < `key=value` texts, each value checked against its field.
-
-    Raises:
-        TrainerError: an unknown key (the nearest one is named), a value of the wrong type or out of its range, or a file that is
-            no YAML mapping.
-    """
-    layers = _over(_load_recipe(recipe_file), _given(overrides))
-    if layers.get("app", app) != app:
-        raise TrainerError(
-            f"app={layers['app']!r} in recipe {recipe_file.name}: this program is {app}; start the other one"
-        )
-    tree = _merge(to_tree(RunConfig()), layers | {"app": app, "recipe": recipe_file.stem})
-    _fill_several(tree, layers)
-    check_values(RunConfig, tree)  # before, so that the key that was typed is named, and not one that refers to it
-    tree = _resolved(tree, tree, "")
-    check_values(RunConfig, tree)
-    try:
-        config = _build(RunConfig, tree)
-        # One place for each fact: the packages' configs get it from here.
-        config.actor.model_config = model = _build(DiffusionModelConfig, tree["model"])
-        config.rollout.architecture = config.model.architecture
-    except (ValueError, TypeError) as error:
-        if isinstance(error, TrainerError):
-            raise
-        raise TrainerError(f"the config does not fit: {' '.join(str(error).split())}") from error
-    assert isinstance(config, RunConfig)
-    if config.keeps_drew:
-        model.policy_state_adapters = [*dict.fromkeys([*model.policy_state_adapters, config.drawing_state, DREW])]
-    if "://" in config.trainer.run_dir:
-        raise TrainerError(
-            f"trainer.run_dir={config.trainer.run_dir!r} is an address, and a run is written into a folder of this machine; mount "
-            "the store and give its folder"
-        )
-    if config.trainer.on_existing != "raise" and not config.trainer.run_dir:
-        raise TrainerError(
-            f"trainer.on_existing={config.trainer.on_existing} needs trainer.run_dir=FOLDER: without it every run has a new folder"
-        )
-    run_dir = config.trainer.run_dir or f"runs/{config.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-    config.trainer.run_dir = str(Path(run_dir).absolute())
-    _for_every_folder(config)
-    if config.actor.optim.total_training_steps < 0:
-        config.actor.optim.total_training_steps = config.trainer.total_steps * updates_per_step(config)
-    if config.rollout.seed is None:
-        config.rollout.seed = config.trainer.seed
-    return config
-
-
-def _for_every_folder(config: RunConfig) -> None:
-    """Paths that workers read, made absolute: the processes of a cluster that was started before run in another folder."""
-    for model in (config.model, config.actor.model_config):
-        for key in ("path", "lora_adapter_path"):
-            value = getattr(model, key)
-            if value and Path(value).exists():
-                setattr(model, key, str(Path(value).absolute()))
-    for reward in (config.reward, *config.reward.several.values()):
-        for key, value in reward.options.items():
-            if isinstance(value, str) and "/" in value and Path(value).exists():
-                reward.options[key] = str(Path(value).absolute())
-
-
-def updates_per_step(config: RunConfig) -> int:
-    """Optimizer steps of one training step when every row is trained on: equal rewards and ties leave fewer rows."""
-    rows = config.data.prompts_per_step * config.rows_per_prompt
-    if config.actor.diffusion_loss.spec.paired and config.algorithm.pair_mode == "best_worst":
-        rows = 2 * config.data.prompts_per_step
-    return -(-rows // config.actor.ppo_mini_batch_size) * config.actor.ppo_epochs
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 from run_report import write_report
 
-from .config import compose, to_tree
+from .compose import compose
+from .config import to_tree
 from .errors import TrainerError
 from .resume import flat
 from .values import free, read_yaml

@@ -13,8 +13,9 @@ from typing import Any
 from run_report.changes import ConfigChange, within
 
 from . import checkpoint
-from .config import RunConfig, kind_of, to_tree, to_yaml
+from .config import RunConfig, to_tree, to_yaml
 from .errors import TrainerError
+from .keys import kind_of
 from .prompts import Prompt
 from .run_dir import RunDir, is_config
 from .values import free, read_yaml

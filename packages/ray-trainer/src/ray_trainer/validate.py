@@ -17,9 +17,10 @@ from omni_rollout.specs import pipeline_class
 
 from .card_memory import check_split
 from .cluster import check_ray
-from .config import RunConfig, check_values, to_tree, updates_per_step
+from .config import RunConfig, to_tree, updates_per_step
 from .errors import TrainerError
 from .given import check_given
+from .keys import check_values
 from .model_folder import check_folder, linear_layers, part_shapes, read_index, size_multiple, transformers
 from .models import locate, spec_class
 from .no_secrets import check_secrets

@@ -195,3 +195,8 @@ def is_section(kind: Any) -> type | None:
     """The dataclass behind `kind` (or `kind | None`), if there is one."""
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     return next((one for one in kinds if isinstance(one, type) and is_dataclass(one)), None)
+
+
+def several_of(kind: Any) -> type | None:
+    """The dataclass of which `kind` holds several by name, if it does."""
+    return is_section(get_args(kind)[1]) if get_origin(kind) is dict else None

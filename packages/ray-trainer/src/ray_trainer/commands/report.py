@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import RunConfig, compose
+from ..compose import compose
+from ..config import RunConfig
 from ..errors import TrainerError
 from ..report import rebuild
 from ..values import free, read_yaml
