@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,13 @@ SMALL = [
     "rollout.val_kwargs.n=2",
     "rollout.n=8",
     "actor.ppo_mini_batch_size=12",
+]
+# One as small as they get, with a checkpoint of every step.
+MICRO = [
+    *("trainer.total_steps=4", "trainer.save_every=1", "trainer.val_before_train=false", "trainer.val_every=0"),
+    *("trainer.keep_checkpoints=9", "data.val_max_prompts=1", "rollout.val_kwargs.n=1", "data.prompts_per_step=2"),
+    *("rollout.n=3", "actor.ppo_mini_batch_size=6", "actor.ppo_micro_batch_size_per_gpu=6"),
+    *("rollout.pipeline.num_inference_steps=3", "rollout.val_kwargs.pipeline.num_inference_steps=2"),
 ]
 
 
@@ -162,6 +170,11 @@ def small():
     return SMALL
 
 
+@pytest.fixture(scope="session")
+def micro():
+    return MICRO
+
+
 def rows(folder):
     """metrics.jsonl without what depends on the clock or the machine."""
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
@@ -172,6 +185,20 @@ def rows(folder):
 @pytest.fixture(scope="session")
 def metric_rows():
     return rows
+
+
+@pytest.fixture(scope="session")
+def rewound():
+    """`rewound(folder, to, step)`: a copy of a run folder as if the run had been killed after that step's checkpoint."""
+
+    def rewound(folder, to, step):
+        shutil.copytree(folder, to)
+        for later in (folder / "checkpoints").glob("step_*"):
+            if int(later.name[5:]) > step:
+                shutil.rmtree(to / "checkpoints" / later.name)
+        (to / "checkpoints" / "latest.json").write_text(json.dumps({"step": step}))
+
+    return rewound
 
 
 @pytest.fixture(scope="session")

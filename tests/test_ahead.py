@@ -2,15 +2,7 @@
 
 import asyncio
 import hashlib
-import json
-import os
-import platform
-import random
-import shutil
-import signal
-import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import dpo_online.cli
@@ -20,28 +12,16 @@ import ray_trainer.rollouts
 import ray_trainer.trainer as loop
 import torch
 from fsdp_diffusers_engine.states import PolicyStatesMixin
-from omni_rollout.agent_loop import Drawn
 from omni_rollout.diffusers_backend import DiffusersBackend
-from omni_rollout.errors import ReplicaError
 from omni_rollout.router import Router
 from omni_rollout.samples import parted
-from ray_trainer.ahead import Ahead
 from ray_trainer.assets import builtin
 from ray_trainer.cli import run
-from ray_trainer.compose import compose
 from ray_trainer.group import WorkerGroup
-from ray_trainer.prompts import Prompt, PromptSampler
 from ray_trainer.workers import ActorRolloutRefWorker as Worker
-from tensordict import NonTensorStack, TensorDict
 
 PROGRAMS = {"flowgrpo": flowgrpo.cli.APP, "dpo-online": dpo_online.cli.APP}
 RECIPES = {"flowgrpo": "tiny_flow_grpo", "dpo-online": "tiny_nft"}
-MICRO = [
-    *("trainer.total_steps=4", "trainer.save_every=1", "trainer.val_before_train=false", "trainer.val_every=0"),
-    *("trainer.keep_checkpoints=9", "data.val_max_prompts=1", "rollout.val_kwargs.n=1", "data.prompts_per_step=2"),
-    *("rollout.n=3", "actor.ppo_mini_batch_size=6", "actor.ppo_micro_batch_size_per_gpu=6"),
-    *("rollout.pipeline.num_inference_steps=3", "rollout.val_kwargs.pipeline.num_inference_steps=2"),
-]
 
 
 class Events:
@@ -84,7 +64,7 @@ class Events:
 
 
 @pytest.fixture
-def program(one_process, monkeypatch, tmp_path, metric_rows):
+def program(one_process, monkeypatch, tmp_path, metric_rows, micro):
     """Runs a program here; (exit code, rows of its metrics, events)."""
 
     def start(app, *arguments, folder="run", gated=True):
@@ -99,40 +79,23 @@ def program(one_process, monkeypatch, tmp_path, metric_rows):
             patch.setattr(Worker, "generate", generate)
             patch.setattr(one_process.Rewards, "score_all", lambda self, samples: events.score_all(samples))
             code = run(
-                PROGRAMS[app], [f"recipe={RECIPES[app]}", *MICRO, f"trainer.run_dir={tmp_path / folder}", *arguments]
+                PROGRAMS[app], [f"recipe={RECIPES[app]}", *micro, f"trainer.run_dir={tmp_path / folder}", *arguments]
             )
         return code, metric_rows(tmp_path / folder), events.seen
 
     return start
 
 
-def rewound(folder, to, step):
-    """A copy of a run folder as if the run had been killed after that step's checkpoint."""
-    shutil.copytree(folder, to)
-    for later in (folder / "checkpoints").glob("step_*"):
-        if int(later.name[5:]) > step:
-            shutil.rmtree(to / "checkpoints" / later.name)
-    (to / "checkpoints" / "latest.json").write_text(json.dumps({"step": step}))
-
-
 @pytest.mark.parametrize("app", PROGRAMS)
 def test_by_turns_the_rewards_of_a_step_come_under_the_update_before_and_a_resumed_run_trains_on_the_same_rows(
-    program, app, tmp_path
+    program, rewound, app, tmp_path
 ):
     code, rows, seen = program(app, "trainer.staleness=1")
     assert code == 0
-    order = [
-        "sync 0",
-        "draw step0",
-        "draw step1",
-        "update 0",
-        "sync 1",
-        "draw step2",
-        "update 1",
-        "sync 2",
-        "draw step3",
+    assert [e for e in seen if "val" not in e] == [
+        *("sync 0", "draw step0", "draw step1", "update 0", "sync 1", "draw step2", "update 1", "sync 2", "draw step3"),
+        *("update 2", "sync 3", "update 3", "sync 4"),
     ]
-    assert [e for e in seen if "val" not in e] == [*order, "update 2", "sync 3", "update 3", "sync 4"]
     assert [row["rollout/staleness_mean"] for row in rows] == [0, 1, 1, 1]
     assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1]
     assert {row["rollout/refilled"] for row in rows} == {0}
@@ -150,6 +113,25 @@ def test_the_first_samples_are_those_of_a_run_by_steps_and_the_next_are_older(pr
     assert {key: value for key, value in ahead[0].items() if key in steps[0]} == steps[0]
     assert set(ahead[0]) - set(steps[0]) == {"rollout/staleness_mean", "rollout/staleness_max", "rollout/refilled"}
     assert ahead[1]["reward/mean"] != steps[1]["reward/mean"]
+
+
+def test_what_the_policy_drew_before_the_run_went_back_is_not_trained(program):
+    """The rule is broken once three steps lie before."""
+    back = "trainer.watchdog.grad_norm={bound: -1, steps: 1, action: rollback}"
+    code, rows, _ = program("flowgrpo", "trainer.staleness=1", "trainer.total_steps=5", back)
+    assert code == 0
+    assert rows[3]["watchdog/went_back_to"] == 3
+    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1, 0]
+
+
+def test_what_waited_under_another_config_is_drawn_anew(program, rewound, tmp_path):
+    short = ["trainer.staleness=1", "trainer.total_steps=3"]
+    program("flowgrpo", *short)
+    rewound(tmp_path / "run", tmp_path / "killed", 2)
+    change = ["actor.optim.lr=1e-4", "trainer.allow_config_change=[actor.optim.lr]", "trainer.on_existing=resume"]
+    code, rows, _ = program("flowgrpo", *short, *change, folder="killed", gated=False)
+    assert code == 0
+    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 0]
 
 
 class Fleet:
@@ -179,7 +161,7 @@ class Fleet:
 
 
 def test_replicas_draw_beside_the_update_and_all_is_drawn_before_the_weights_come(
-    program, one_process, monkeypatch, tmp_path, metric_rows
+    program, one_process, monkeypatch, tmp_path, metric_rows, micro
 ):
     events = Events(monkeypatch, gated=True)
 
@@ -188,16 +170,10 @@ def test_replicas_draw_beside_the_update_and_all_is_drawn_before_the_weights_com
 
     monkeypatch.setattr(loop, "open_sampler", sampler)
     monkeypatch.setattr(one_process.Rewards, "score_all", lambda self, samples: events.score_all(samples))
-    arguments = [
-        "recipe=tiny_flow_grpo",
-        *MICRO,
-        "trainer.staleness=1",
-        "rollout.num_replicas=2",
-        "rollout.max_batch_size=2",
-    ]
-    assert run(flowgrpo.cli.APP, [*arguments, f"trainer.run_dir={tmp_path / 'fleet'}"]) == 0
-    order = [e for e in events.seen if "val" not in e]
-    assert order == [
+    arguments = ["recipe=tiny_flow_grpo", *micro, "trainer.staleness=1", "rollout.max_batch_size=2"]
+    arguments += ["rollout.num_replicas=2", f"trainer.run_dir={tmp_path / 'fleet'}"]
+    assert run(flowgrpo.cli.APP, arguments) == 0
+    assert [e for e in events.seen if "val" not in e] == [
         *("sync 0", "draw step0", "update 0", "draw step1", "sync 1", "update 1", "draw step2", "sync 2"),
         *("update 2", "draw step3", "sync 3", "update 3", "sync 4"),
     ]
@@ -212,11 +188,8 @@ def test_replicas_draw_beside_the_update_and_all_is_drawn_before_the_weights_com
 # ---- the policy that a loss compares with -------------------------------------------------------------------------------
 
 NFT = ["recipe=tiny_nft", "algorithm.old_policy={decay_rate: 0.5, decay_max: 0.5}", "actor.ppo_mini_batch_size=3"]
-LAG = [
-    "model.policy_state_adapters=[default,old]",
-    "actor.diffusion_loss.lag_kl_coef=0.1",
-    "actor.diffusion_loss.clip_ratio=0.1",
-]
+LAG = ["actor.diffusion_loss.lag_kl_coef=0.1", "actor.diffusion_loss.clip_ratio=0.1"]
+LAG += ["model.policy_state_adapters=[default,old]"]
 ALL = ["model.lora_rank=0", "actor.optim.lr=1e-4"]
 COMPARING = {
     "nft": NFT,
@@ -275,16 +248,15 @@ def policies(program, monkeypatch):
 
 
 @pytest.mark.parametrize("keys", COMPARING.values(), ids=COMPARING)
-def test_a_batch_is_compared_with_the_policy_that_drew_it_also_after_a_resume(policies, tmp_path, keys):
+def test_a_batch_is_compared_with_the_policy_that_drew_it_also_after_a_resume(policies, rewound, tmp_path, keys):
     rows, drew, read = policies(*keys)
     assert [row["rollout/staleness_mean"] for row in rows] == [0, 1, 1, 1]
-    lag = {"old"} if LAG[1] in keys else set()
+    lag = {"old"} if LAG[0] in keys else set()
     compared = {step: {c for state, c in states.items() if state not in lag} for step, states in read.items()}
     assert compared == {step: {checksum} for step, checksum in drew.items()}
     assert all(lag <= states.keys() for states in read.values())
-    assert len(set(drew.values())) == (
-        2 if "algorithm.old_policy.update_every=2" in keys else 3
-    )  # the first two share one
+    shared = "algorithm.old_policy.update_every=2" in keys  # by the first two
+    assert len(set(drew.values())) == (2 if shared else 3)
     rewound(tmp_path / "run", tmp_path / "killed", 2)
     again, redrawn, reread = policies(*keys, "trainer.on_existing=resume", folder="killed", gated=False)
     assert again == rows
@@ -311,10 +283,10 @@ def test_a_batch_that_is_drawn_again_is_compared_with_the_policy_of_the_second_t
     assert len(set(drew.values())) == 3  # the third step's were drawn before the second update, as the second's anew
 
 
-def test_who_resumes_may_not_begin_to_draw_ahead_where_a_state_would_lack(program, tmp_path, capsys):
+def test_who_resumes_may_not_begin_to_draw_ahead_where_a_state_would_lack(program, micro, tmp_path, capsys):
     assert program("dpo-online", "trainer.total_steps=1", gated=False)[0] == 0
     more = ["trainer.staleness=1", "trainer.allow_config_change=[trainer.staleness]", "trainer.on_existing=resume"]
-    assert run(PROGRAMS["dpo-online"], ["recipe=tiny_nft", *MICRO, f"trainer.run_dir={tmp_path / 'run'}", *more]) == 2
+    assert run(PROGRAMS["dpo-online"], ["recipe=tiny_nft", *micro, f"trainer.run_dir={tmp_path / 'run'}", *more]) == 2
     assert "trained with other tensors (trainer.staleness" in capsys.readouterr().err
 
 
@@ -367,225 +339,3 @@ def test_weights_and_rejection_reach_the_update(program, monkeypatch):
     assert wide[0]["actor/grad_norm"] == pytest.approx(none[0]["actor/grad_norm"], rel=1e-5)
     assert wide[0]["correction/weight_mean"] == wide[0]["correction/effective_sample_share"] == 1
     assert wide[0]["forwards/log_prob"] == none[0].get("forwards/log_prob", 0) + delta.shape[1]
-
-
-# ---- the queue alone -----------------------------------------------------------------------------------------------------
-
-
-class Rollouts:
-    """Draws numbers: version and attempt of each sample."""
-
-    def __init__(self, fails=(), unscored=()):
-        self.sampler, self.version, self.fails, self.unscored = SimpleNamespace(beside=False), 0, list(fails), unscored
-        self.asked = []
-
-    async def draw(self, rows, n, *, step):
-        self.asked.append((step, [uid for uid, _ in rows]))
-        if self.fails and self.fails[0] == step:
-            self.fails.pop(0)
-            raise ReplicaError("no replica answered")
-        uids = [uid for uid, _ in rows for _ in range(n)]
-        made = TensorDict({"policy_version": torch.full((len(uids),), self.version)}, batch_size=[len(uids)])
-        made["owner"], made["slot"] = torch.zeros(2, len(uids), dtype=torch.long)
-        first = not any(one == step and uids[0] in asked for one, asked in self.asked[:-1])
-        made["rm_scores"] = torch.tensor([[float("nan") if first and uid in self.unscored else 1.0] for uid in uids])
-        made["attempt"] = torch.full((len(uids),), len(self.asked))
-        made["uid"] = NonTensorStack(*uids)
-        made["reward_errors"] = NonTensorStack(
-            *["late" if score != score else None for score in made["rm_scores"][:, 0]]
-        )
-        return Drawn(made)
-
-
-def queue(rollouts, *changes):
-    config = compose(
-        "flowgrpo", flowgrpo.cli.APP.recipes / "tiny_flow_grpo.yaml", [*MICRO, "trainer.staleness=1", *changes]
-    )
-    prompts, said = PromptSampler([Prompt(f"p{i}", "x") for i in range(2)], config.data, 0), []
-    workers = SimpleNamespace(retain=lambda batch: None, ranks=1)
-    return Ahead(config, rollouts, workers, prompts, said.append), said
-
-
-def test_a_batch_that_failed_is_drawn_again_and_counted_and_a_second_failure_is_raised():
-    async def steps(rollouts):
-        ahead, said = queue(rollouts)
-        batches = []
-        for step in range(3):
-            batches.append(await ahead.take(step))
-            batches[-1].metrics = dict(ahead.metrics)
-            rollouts.version = step + 1
-        return batches, said
-
-    rollouts = Rollouts(fails=[1])
-    batches, said = asyncio.run(steps(rollouts))
-    assert [step for step, _ in rollouts.asked] == [0, 1, 1, 2, 3]
-    assert said == ["the samples of step 2 are drawn again: no replica answered"]
-    assert [b.metrics["rollout/refilled"] for b in batches] == [0, 2, 0]
-    assert [b.metrics["rollout/staleness_max"] for b in batches] == [0, 0, 1]  # again means by the present policy
-    with pytest.raises(ReplicaError):
-        asyncio.run(steps(Rollouts(fails=[1, 1])))
-
-
-def test_groups_without_a_score_or_too_old_are_drawn_again_in_their_places():
-    async def two(rollouts, old=0):
-        ahead, _ = queue(rollouts)
-        await ahead.take(0)
-        rollouts.version = 5
-        return await ahead.take(1 + old), ahead.metrics
-
-    rollouts = Rollouts(unscored=("step1/p1",))
-    batch, metrics = asyncio.run(two(rollouts))
-    assert rollouts.asked[-1] == (1, ["step1/p1"])
-    uids = list(batch["uid"])
-    assert uids == [uid for uid in dict.fromkeys(uids) for _ in range(3)]
-    assert {uid: set(batch["attempt"][[u == uid for u in uids]].tolist()) for uid in uids} == {
-        "step1/p0": {2},
-        "step1/p1": {4},
-    }
-    assert bool(batch["rm_scores"].isfinite().all())
-    assert metrics["rollout/refilled"] == 1
-
-
-def test_what_the_policy_drew_before_the_run_went_back_is_not_trained(program):
-    """The rule is broken once three steps lie before."""
-    back = "trainer.watchdog.grad_norm={bound: -1, steps: 1, action: rollback}"
-    code, rows, _ = program("flowgrpo", "trainer.staleness=1", "trainer.total_steps=5", back)
-    assert code == 0
-    assert rows[3]["watchdog/went_back_to"] == 3
-    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1, 0]
-
-
-def test_what_waited_under_another_config_is_drawn_anew(program, tmp_path):
-    short = ["trainer.staleness=1", "trainer.total_steps=3"]
-    program("flowgrpo", *short)
-    rewound(tmp_path / "run", tmp_path / "killed", 2)
-    change = ["actor.optim.lr=1e-4", "trainer.allow_config_change=[actor.optim.lr]", "trainer.on_existing=resume"]
-    code, rows, _ = program("flowgrpo", *short, *change, folder="killed", gated=False)
-    assert code == 0
-    assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 0]
-
-
-# ---- whole programs ------------------------------------------------------------------------------------------------------
-
-VICTIMS = {"driver": "", "worker": "ray::ActorRolloutRefWorker", "replica": "ray::HostedDiffusersBackend"}
-LONG = [*MICRO, "trainer.total_steps=6", "data.prompts_per_step=3", "actor.ppo_mini_batch_size=9", "rollout.n=3"]
-
-
-def killed_and_resumed(start, metric_rows, folder, arguments, victim, moment):
-    """Kill -9 of a process of a run, `moment` (rows, then seconds) after its start; then the run is resumed to its end."""
-    program = start("flowgrpo", *arguments, f"trainer.run_dir={folder}")
-    rows, seconds = moment
-    program.until(lambda: not rows or ((folder / "metrics.jsonl").exists() and len(metric_rows(folder)) >= rows))
-    time.sleep(seconds)
-    program.watch()
-    names = [process for process in program.seen if process.is_running() and VICTIMS[victim] in process.name()]
-    if victim == "driver":
-        program.signal(signal.SIGKILL)
-    elif names:
-        names[0].kill()
-    program.wait()
-    done = start("flowgrpo", *arguments, f"trainer.run_dir={folder}", "trainer.on_existing=resume").wait()
-    assert done.code == 0, (victim, moment, done.err[-3000:])
-    return metric_rows(folder)
-
-
-def without_counters(rows):
-    """Rows without what tells of a replica that was started again."""
-    told = ("rollout/retried", "rollout/errors", "rollout/deaths", "rollout/restarts", "rollout/queued_s", "forwards/")
-    return [{key: value for key, value in row.items() if not key.startswith(told)} for row in rows]
-
-
-@pytest.fixture(scope="module")
-def whole(start, metric_rows, tmp_path_factory):
-    """`whole(*mode)`: the keys of a run that nobody kills, and its rows; made once for each mode."""
-    made = {}
-
-    def whole(*mode):
-        if mode not in made:
-            folder = tmp_path_factory.mktemp("whole")
-            assert start("flowgrpo", *LONG, *mode, f"trainer.run_dir={folder}").wait().code == 0
-            made[mode] = without_counters(metric_rows(folder))
-        return [*LONG, *mode], made[mode]
-
-    return whole
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("number", range(20))
-def test_a_run_killed_at_any_moment_goes_on_with_the_same_rows(whole, start, metric_rows, tmp_path, number):
-    """In both modes; driver, worker and replica as victims. With every change, `test_flowgrpo_end_to_end.py` kills a driver."""
-    chance = random.Random(f"{os.environ.get('KILL_SEED', '0')}/{number}")
-    victim = chance.choice([*VICTIMS])
-    arguments, rows = whole(
-        f"trainer.staleness={number % 2}", *(["rollout.num_replicas=2"] if victim == "replica" else [])
-    )
-    moment = chance.randrange(0, 4), chance.uniform(0, 0.4)
-    found = killed_and_resumed(start, metric_rows, tmp_path / "killed", arguments, victim, moment)
-    assert without_counters(found) == rows, (victim, moment)
-
-
-QUIET = """def quiet(latents):
-    return -float(abs(latents).mean())
-"""
-NO_ENGINE = (sys.platform, platform.machine()) != ("linux", "x86_64")
-
-
-@pytest.mark.nightly  # an engine's start takes longer than these steps
-@pytest.mark.timeout(900)  # three programs
-@pytest.mark.skipif(NO_ENGINE, reason="vLLM-Omni has wheels for Linux x86-64 only")
-def test_a_real_engine_draws_ahead_what_the_trainers_own_weights_draw(start, metric_rows, tmp_path):
-    """Also after a resume. The reward reads latents, so that it sees every difference."""
-    (tmp_path / "quiet_reward_of_a_test.py").write_text(QUIET)
-    arguments = [
-        "recipe=tiny_flow_grpo",
-        *MICRO,
-        "trainer.staleness=1",
-        "reward.name=./quiet_reward_of_a_test.py:quiet",
-    ]
-
-    def rows(folder, *more):
-        done = start("flowgrpo", *arguments, *more, f"trainer.run_dir={tmp_path / folder}", cwd=tmp_path).wait(290)
-        assert done.code == 0, done.err[-4000:]
-        assert done.left_over == []
-        return metric_rows(tmp_path / folder)
-
-    engine = "rollout.backend=vllm_omni"
-    own, theirs = rows("own"), rows("engine", engine)
-    rewound(tmp_path / "engine", tmp_path / "killed", 2)
-    again = rows("killed", engine, "trainer.on_existing=resume")
-    assert [row["rollout/staleness_mean"] for row in theirs] == [0, 1, 1, 1]
-    assert {(row["rollout/refilled"], row["rollout/failed"], row["reward/failed"]) for row in theirs} == {(0, 0, 0)}
-    assert theirs[0]["actor/rollout_log_prob_diff_max"] <= 1e-6
-    assert all(row["actor/grad_norm"] > 0 and row["sync/tensors_bound"] == 96 for row in theirs)
-    for other in (theirs, again):
-        for mine, his in zip(own, other, strict=True):
-            assert his["reward/mean"] == pytest.approx(mine["reward/mean"], rel=1e-4 if mine["step"] <= 2 else 1e-2)
-            assert his["reward/std"] > 0
-
-
-SLOW = """import time
-
-def slow(image, prompt):
-    time.sleep(1)
-    return float(image.std())
-"""
-
-
-@pytest.mark.nightly  # depends on the clock
-def test_with_a_reward_of_a_second_a_sample_a_step_takes_two_thirds_at_most(start, metric_rows, tmp_path):
-    """Two reward processes and 8 samples: four seconds of rewards, and an update that takes about as long (epochs make it so)."""
-    (tmp_path / "slow_reward_of_a_test.py").write_text(SLOW)
-    epochs = os.environ.get("EPOCHS", "20")
-    arguments = [*MICRO, "rollout.n=4", "actor.ppo_mini_batch_size=8", "reward.name=./slow_reward_of_a_test.py:slow"]
-    arguments += ["reward.num_workers=2", "reward.batch_size=1", f"actor.ppo_epochs={epochs}", "trainer.save_every=0"]
-    seconds = {}
-    for staleness in (0, 1):
-        folder = tmp_path / f"run{staleness}"
-        done = start(
-            "flowgrpo", *arguments, f"trainer.staleness={staleness}", f"trainer.run_dir={folder}", cwd=tmp_path
-        ).wait()
-        assert done.code == 0, done.err[-3000:]
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        seconds[staleness] = sum(row["time/step"] - row.get("time/validate", 0) for row in rows[1:])
-        print(staleness, [round(row["time/step"], 2) for row in rows], [round(row["time/update"], 2) for row in rows])
-    assert seconds[0] / seconds[1] >= 1.5, seconds
