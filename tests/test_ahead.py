@@ -12,6 +12,7 @@ import ray_trainer.rollouts
 import ray_trainer.trainer as loop
 import torch
 from fsdp_diffusers_engine.states import PolicyStatesMixin
+from model_specs import tiny
 from omni_rollout.diffusers_backend import DiffusersBackend
 from omni_rollout.router import Router
 from omni_rollout.samples import parted
@@ -202,8 +203,14 @@ COMPARING = {
 }
 
 
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """Folder of a policy of two narrow blocks, for tests to which it does not matter what is drawn."""
+    return tiny.build("qwen_image", tmp_path_factory.mktemp("model"))
+
+
 @pytest.fixture
-def policies(program, monkeypatch):
+def policies(program, monkeypatch, narrow):
     """Runs dpo-online; (rows, checksums of what drew each step's samples, and of the states that each step's loss read)."""
 
     def start(*arguments, **options):
@@ -240,7 +247,8 @@ def policies(program, monkeypatch):
             patch.setattr(Worker, "generate", generate)
             patch.setattr(Worker, "update_actor", update_actor)
             patch.setattr(PolicyStatesMixin, "use_adapter", using)
-            code, rows, _ = program("dpo-online", *arguments, "trainer.staleness=1", **options)
+            arguments = (*arguments, f"model.path={narrow}", "trainer.staleness=1")
+            code, rows, _ = program("dpo-online", *arguments, **options)
         assert code == 0
         return rows, drew, read
 
