@@ -27,6 +27,8 @@ TOGETHER = {
         "test_several_rewards_end",
         "test_dpo_online_end",
         "test_weights_end",
+        "test_latent_rewards_end",
+        "test_trials",
         "test_equal_ranks",
     ),
 }

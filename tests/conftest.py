@@ -115,7 +115,8 @@ class Hosted:
     def __init__(self, folder):
         self.folder, self.process = folder, None
 
-    def __call__(self, app, *arguments, timeout=240):
+    def __call__(self, app, *arguments, timeout=240, stop=None):
+        """What a run left behind. It gets Ctrl-C where the condition `stop` comes to hold."""
         if self.process is None:
             path = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH", "")]))
             self.process = subprocess.Popen(
@@ -129,9 +130,13 @@ class Hosted:
         start, before = time.monotonic(), self._processes()
         self.process.stdin.write(json.dumps([app, arguments]) + "\n")
         self.process.stdin.flush()
-        if not select.select([self.process.stdout], [], [], timeout)[0]:
-            self.close()
-            raise subprocess.TimeoutExpired(app, timeout)
+        while not select.select([self.process.stdout], [], [], 0.1)[0]:
+            if stop is not None and stop():
+                self.process.send_signal(signal.SIGINT)
+                stop = None
+            if time.monotonic() > start + timeout:
+                self.close()
+                raise subprocess.TimeoutExpired(app, timeout)
         code, out, err = json.loads(self.process.stdout.readline())
         seconds = time.monotonic() - start
         deadline = time.monotonic() + 10

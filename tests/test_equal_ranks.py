@@ -64,7 +64,6 @@ def rows(hosted, metric_rows, tmp_path_factory):
     [
         ("flowgrpo", "two shards"),
         ("flowgrpo", "three copies"),
-        ("nft ahead", "two shards, two replicas"),
         ("nft ahead, all weights", "two shards"),
         *(
             pytest.param(*one, marks=pytest.mark.nightly)
@@ -75,6 +74,7 @@ def rows(hosted, metric_rows, tmp_path_factory):
                 ("dpo-online", "three shards"),
                 ("nft ahead", "two copies"),
                 ("nft ahead", "three shards"),
+                ("nft ahead", "two shards, two replicas"),
                 ("nft ahead, all weights", "two copies"),
                 ("awm ahead", "two shards, two replicas"),
                 ("awm ahead, all weights", "two shards, two replicas"),

@@ -94,14 +94,16 @@ for state in ("base", "tuned"):
 
 
 def test_stopped_then_killed_and_resumed_each_time_it_is_the_same_run(
-    finished_run, start, small, metric_rows, tmp_path
+    finished_run, start, hosted, small, metric_rows, tmp_path
 ):
     reference, _ = finished_run
     folder = tmp_path / "run"
-    program = start("flowgrpo", *small, f"trainer.run_dir={folder}")
-    program.until(lambda: (folder / "metrics.jsonl").exists() and len(metric_rows(folder)) >= 2)
-    program.signal(signal.SIGINT)
-    stopped = program.wait()
+    stopped = hosted(
+        "flowgrpo",
+        *small,
+        f"trainer.run_dir={folder}",
+        stop=lambda: (folder / "metrics.jsonl").exists() and len(metric_rows(folder)) >= 2,
+    )
     assert stopped.code == 130, stopped.err[-3000:]
     assert "trainer.on_existing=resume" in stopped.err
     assert stopped.left_over == []
@@ -112,7 +114,7 @@ def test_stopped_then_killed_and_resumed_each_time_it_is_the_same_run(
     program.signal(signal.SIGKILL)
     # Ray's own agents look for their dead parent only about once a minute; nothing that holds memory may stay.
     assert [p for p in program.wait().left_over if "Agent" not in p] == []
-    again = start("flowgrpo", *resume).wait()
+    again = hosted("flowgrpo", *resume)
     assert again.code == 0, again.err[-3000:]
     assert "after step 2" in again.out
     # The same seed gives the same rows, to the last bit, whether or not the run was interrupted.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from harness import Cluster, Fault, Run, Service, find_secret, rows_of
+from harness import MICRO, Cluster, Fault, Run, Service, find_secret, rows_of
 
 DRIVER = "ray_trainer.trainer:RayDiffusionTrainer"
 WORKER = "ray_trainer.workers:ActorRolloutRefWorker"
@@ -263,14 +263,21 @@ def test_a_kill_anywhere_loses_no_step_and_leaves_nothing(start, trial):
 
 
 @pytest.mark.timeout(600)
-def test_five_kills_of_one_run(start, tmp_path):
-    """Three processes whose death a run mends, at once; then worker and raylet. Steps done twice are the same twice.
+@pytest.mark.parametrize(
+    ("steps", "ends"),
+    [
+        pytest.param(12, ("worker",), id="four"),
+        pytest.param(20, ("worker", "raylet"), id="five", marks=pytest.mark.nightly),
+    ],
+)
+def test_kills_of_one_run(start, hosted, tmp_path, steps, ends):
+    """Three processes whose death a run mends, at once; then those that end it. Steps done twice are the same twice.
 
     With every change, `test_flowgrpo_end_to_end.py` kills a driver.
     """
     scorer = Service("jpeg_compressibility")
     try:
-        keys = [*REPLICAS, "trainer.total_steps=20", "trainer.val_every=0", *asks(scorer)]
+        keys = [*REPLICAS, f"trainer.total_steps={steps}", "trainer.val_every=0", *asks(scorer)]
         run = Run(start, tmp_path, keys, Fault(f"{DRIVER}.generate_sequence", "hold", call=3, seconds=DEADLINE_S))
         run.reached()
         run.kill("reward")
@@ -280,8 +287,8 @@ def test_five_kills_of_one_run(start, tmp_path):
         run.go()
         run.program.until(lambda: 5 in raw(run.run))
         rows = {}
-        for victim in ("worker", "raylet"):
-            if victim == "raylet":
+        for victim in ends:
+            if victim != ends[0]:
                 run = Run(start, tmp_path, keys, Fault(f"{DRIVER}.sync", "hold", call=3, seconds=DEADLINE_S))
                 run.reached()
             kept, before = checkpoint(run.run), raw(run.run)
@@ -293,9 +300,9 @@ def test_five_kills_of_one_run(start, tmp_path):
             assert {step: line for step, line in raw(run.run).items() if step <= kept}.items() <= before.items()
             assert differing(run.rows() | {s: row for s, row in rows.items() if s not in run.rows()}, rows, keys) == []
             rows |= run.rows()
-        done = Run(start, tmp_path, keys).program.wait()
+        done = hosted("flowgrpo", *MICRO, *keys, "trainer.on_existing=resume", f"trainer.run_dir={run.run}")
         assert (done.code, done.left_over) == (0, []), done.err[-3000:]
-        assert sorted(run.rows()) == list(range(21))
+        assert sorted(run.rows()) == list(range(steps + 1))
         assert differing(run.rows(), rows, keys) == []
     finally:
         scorer.stop()
