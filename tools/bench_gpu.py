@@ -20,9 +20,10 @@ others, and within a part a section that fails does not stop the next. Results a
     engine     vLLM-Omni: pictures with and without the adapter, whole batches or one by one, sync, sleep, wake
     engine_attention, engine_fp8   the same engine with other attention kernels, and with fp8 weights
     program    `apps/flowgrpo` itself with shared weights; program_again: a second start, the compiled graphs kept;
-               program_two: two cards, twice the samples; program_fp8: sampling in fp8; program_engine: with an engine
-               beside it, asleep in updates; program_one_copy: an engine that samples with the trainer's own frozen
-               weights; program_engine_again: a second start of the former
+               program_two: two cards, twice the samples; program_fp8: sampling in fp8, the adapter merged;
+               program_recomputed: old log-probs by the trainer; program_engine: with an engine beside it, asleep in
+               updates; program_one_copy: an engine that samples with the trainer's own frozen weights;
+               program_engine_again: a second start of the former
     growth     forward and update by batch and resolution
     sizes      SD3.5 Medium's size and Wan 5B's, beside plain diffusers
     ranks      the update over --ranks processes, replicated and sharded
@@ -48,7 +49,6 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import bench_blocks
 from bench_blocks import uncompiled
@@ -72,6 +72,7 @@ DEADLINES = {
     "program_again": 200,
     "program_two": 285,
     "program_fp8": 240,
+    "program_recomputed": 240,
     "program_engine": 400,
     "program_one_copy": 320,
     "program_engine_again": 200,
@@ -693,13 +694,14 @@ def ranks(size: Size, folder: Path, report: Report) -> None:
     import torch.distributed as dist
     from diffusion_losses import DiffusionLossConfig
     from fsdp_diffusers_engine import DiffusionLoss
-    from fsdp_diffusers_engine.sharding import average_gradients
+    from fsdp_diffusers_engine.sharding import Layout, average_gradients
     from tensordict import TensorDict
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if not CPU:
         torch.cuda.set_device(rank)
     dist.init_process_group("gloo" if CPU else "cpu:gloo,cuda:nccl")
+    waiting = dist.new_group(backend="gloo")  # waits on the host: the card stays free
     draw = torch.Generator().manual_seed(0)
     tokens, text = (size.pixels // 16) ** 2, 75
     channels = json.loads((folder / "transformer/config.json").read_text())["joint_attention_dim"]
@@ -727,15 +729,20 @@ def ranks(size: Size, folder: Path, report: Report) -> None:
             engine.forward_backward(part, loss)
             found.append(engine.step()["actor/grad_norm"])
 
-        seconds, first = timed(step)
+        seconds, first = timed(step, 5)
+        parameters = list(engine.trainable.values())
         shares: dict[str, float] = {}
-        if not engine.layout.sharded:  # a rank's own work, and what the exchange of the gradients adds to it
+        if not engine.layout.sharded:  # the exchange; this rank's own work, beside the other ranks' and while they wait
             engine.forward_backward(part, loss)
-            parameters = list(engine.trainable.values())
             shares = {"exchange_gb": sum(p.numel() * p.element_size() for p in parameters) / 1e9}
             shares["exchange_s"], _ = timed(lambda e=engine, p=parameters: average_gradients(p, e.layout))  # type: ignore[misc]
-            with patch("fsdp_diffusers_engine.sharding.average_gradients"):
-                shares["alone_s"], _ = timed(step)
+            whole, engine.layout = engine.layout, Layout()
+            shares["own_work_s"], _ = timed(step)
+            dist.barrier(waiting)
+            if rank == 0:
+                shares["own_work_alone_s"], _ = timed(step)
+            dist.barrier(waiting)
+            engine.layout = whole
         if not CPU:
             shares["alloc_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
         work = 2 * tflop(size, folder, count, text)
@@ -812,8 +819,13 @@ def program_two(size: Size, folder: Path, report: Report) -> None:
 
 
 def program_fp8(size: Size, folder: Path, report: Report) -> None:
-    """Two steps with the rollout in fp8."""
-    program(size, folder, report, "trainer.total_steps=2", "rollout.fp8=true")
+    """Three steps that sample in fp8, the adapter merged."""
+    program(size, folder, report, "trainer.total_steps=3", "rollout.fp8=true", "model.lora.merge=true")
+
+
+def program_recomputed(size: Size, folder: Path, report: Report) -> None:
+    """Three steps whose old log-probs are the trainer's own."""
+    program(size, folder, report, "trainer.total_steps=3", "algorithm.old_log_probs=trainer")
 
 
 def program_engine(

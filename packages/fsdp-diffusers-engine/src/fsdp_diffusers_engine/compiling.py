@@ -24,9 +24,12 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     """
     import torch._dynamo
 
+    from . import gelu
+
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     keep_graphs()
     rotary.let_compile()
+    gelu.let_compile(blocks)
     _reduce_rows_at_once()
     for block in blocks:
         block.compile()
