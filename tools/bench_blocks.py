@@ -380,6 +380,16 @@ def fa4_attention() -> Iterator[None]:
         restore_flash_attention_impl()
 
 
+def sums_before_heads() -> Any:
+    """What the adapter adds to queries and keys, added by a kernel of the compiler's."""
+    from fsdp_diffusers_engine.joined_heads import joined_heads
+
+    def sums(text: Any, image: Any, text_added: Any, image_added: Any, *others: Any) -> Any:
+        return joined_heads(text + text_added, image + image_added, *others)
+
+    return patch("fsdp_diffusers_engine.joined_heads.joined_heads_of_sums", sums)
+
+
 def gelu_by_tanh() -> Any:
     """GELU as the compiler makes it by itself."""
     import torch.nn.functional as F
@@ -501,6 +511,7 @@ def changes(small: bool, report: Report) -> None:
     if not CPU:
         variant("off: rows reduced at once, forward", rows_in_pieces, 20, backward=False)
         variant("off: heads joined by one kernel, forward", heads_by_the_compiler, 20, backward=False)
+        variant("off: an adapter's sum inside that kernel, forward", sums_before_heads, 20, backward=False)
         variant("off: GELU by one exponential", gelu_by_tanh, 30)
         variant("on: fp8 weights, forward", lambda: fp8_weights(engine.module), 20, backward=False, exact=0.3)
         with report.section("profile in fp8"), fp8_weights(engine.module):

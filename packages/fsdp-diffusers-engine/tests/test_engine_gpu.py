@@ -160,3 +160,17 @@ def test_a_checkpoint_goes_on_bitwise(
     assert torch.equal(torch.rand(3, device="cuda"), draw)
     found = update(again, make_batch(seed=2))[1]
     assert all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+def test_heads_of_a_sum_are_rounded_as_the_sum_is() -> None:
+    from fsdp_diffusers_engine.joined_heads import joined_heads, joined_heads_of_sums
+
+    draw = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw, device="cuda")
+
+    text, image, text_added, image_added = (normal(2, tokens, 384).bfloat16() for tokens in (7, 64, 7, 64))
+    rest = normal(128).bfloat16(), normal(128).bfloat16(), normal(7, 64, 2), normal(64, 64, 2), 1e-6
+    found = joined_heads_of_sums(text, image, text_added, image_added, *rest)
+    assert torch.equal(found, joined_heads(text + text_added, image + image_added, *rest))

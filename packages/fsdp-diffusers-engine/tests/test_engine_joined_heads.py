@@ -7,8 +7,10 @@ import sys
 CHECK = """
 import copy, torch
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
-from fsdp_diffusers_engine import compiling, rotary
-from fsdp_diffusers_engine.joined_heads import joined_heads
+from fsdp_diffusers_engine import compiling, joined_heads, rotary
+from fsdp_diffusers_engine.adapted_linear import AdaptedLinear
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import Linear
 
 torch.manual_seed(0)
 block = QwenImageTransformerBlock(48, 3, 16).bfloat16().requires_grad_(False)
@@ -37,6 +39,26 @@ for mask in (None, torch.tensor([[True] * 3, [True, True, False]])):
         own, other = ((each - true).norm() / true.norm() for each in (ours, theirs))
         assert own < 1.5 * other + 1e-3, (own, other)
         assert own < 0.03, own
+
+lora = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "add_q_proj", "add_k_proj"], init_lora_weights=False)
+adapted = inject_adapter_in_model(lora, copy.deepcopy(stock))
+for layer in adapted.modules():
+    if type(layer) is Linear:
+        layer.__class__ = AdaptedLinear
+compiled, summed = copy.deepcopy(adapted), []
+compiled.compile(backend="aot_eager", fullgraph=True)
+of_sums = joined_heads.joined_heads_of_sums
+joined_heads.joined_heads_of_sums = lambda *given: summed.append(1) or of_sums(*given)
+with torch.no_grad():
+    wanted, found = (module(image, text, None, temb, angles) for module in (adapted, compiled))
+assert len(summed) == 2, summed
+for theirs, ours in zip(wanted, found):
+    assert (ours - theirs).float().norm() < 0.01 * theirs.float().norm()
+more = [torch.randn_like(each) for each in (text, image)]
+rest = [torch.ones(16).bfloat16()] * 2 + [torch.view_as_real(each) for each in reversed(angles)] + [1e-6]
+found, wanted = of_sums(text, image, *more, *rest), joined_heads.joined_heads(text + more[0], image + more[1], *rest)
+off = (found - wanted).float().norm() / wanted.float().norm()
+assert off < 0.01, off  # to the bit on a card; the interpreter cuts what a card rounds
 print("agrees")
 """
 

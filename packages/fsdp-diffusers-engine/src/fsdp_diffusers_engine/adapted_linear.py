@@ -26,10 +26,15 @@ class AdaptedLinear(Linear):
         """
         if self.disable_adapters or self.merged:
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
-        y: Tensor = self.base_layer(x, *args, **kwargs)
-        for name in self.active_adapters:
-            if name in self.lora_A:
-                a: Any = self.lora_A[name].weight
-                b: Any = self.lora_B[name].weight
-                y = y + F.linear(F.linear(x, a.to(x.dtype)) * self.scaling[name], b.to(x.dtype))
-        return y
+        return sum(self.added(x), start=self.base_layer(x, *args, **kwargs))  # type: ignore[no-any-return]
+
+    def added(self, x: Tensor) -> list[Tensor]:
+        """What each active adapter adds to `W x`, [..., out] in the dtype of `x`."""
+        if self.disable_adapters or self.merged:
+            return []
+        return [self._product(x, name) for name in self.active_adapters if name in self.lora_A]
+
+    def _product(self, x: Tensor, name: str) -> Tensor:
+        a: Any = self.lora_A[name].weight
+        b: Any = self.lora_B[name].weight
+        return F.linear(F.linear(x, a.to(x.dtype)) * self.scaling[name], b.to(x.dtype))

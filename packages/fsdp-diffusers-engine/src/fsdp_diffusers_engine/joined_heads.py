@@ -24,18 +24,24 @@ def _pairs(pointer, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _kernel(  # type: ignore[no-untyped-def]
-    text, image, text_norm, image_norm, text_angle, image_angle, out, T, S, eps,
-    H: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
+    text, image, text_added, image_added, text_norm, image_norm, text_angle, image_angle, out, T, S, eps,
+    ADDED: tl.constexpr, H: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     row, token = tl.program_id(0).to(tl.int64), tl.program_id(1)
     of_text = token < T
     pair = tl.arange(0, PAIRS)[None, :]
     place = tl.arange(0, HEADS)[:, None] * PAIRS + pair
     inside = place < H * PAIRS
+    here, there = (row * T + token) * H * PAIRS + place, (row * S + token - T) * H * PAIRS + place
     # One of the two is masked away and costs nothing.
-    a, b = _pairs(text + (row * T + token) * H * PAIRS + place, inside & of_text)
-    c, d = _pairs(image + (row * S + token - T) * H * PAIRS + place, inside & (token >= T))
+    a, b = _pairs(text + here, inside & of_text)
+    c, d = _pairs(image + there, inside & (token >= T))
     a, b = a + c, b + d
+    if ADDED:
+        c, d = _pairs(text_added + here, inside & of_text)
+        a, b = a + c, b + d
+        c, d = _pairs(image_added + there, inside & (token >= T))
+        a, b = (a + c).to(tl.bfloat16).to(tl.float32), (b + d).to(tl.bfloat16).to(tl.float32)
     scale = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / (2 * PAIRS) + eps)[:, None]
     e, f = _pairs(text_norm + pair, of_text & (pair >= 0))
     g, h = _pairs(image_norm + pair, (token >= T) & (pair >= 0))
@@ -111,17 +117,44 @@ def joined_heads(
         text_angle, image_angle: cosine and sine of each pair of channels, [T, D/2, 2] and [S, D/2, 2] fp32.
         eps: of the norms.
     """
-    B, T, S, D = *text.shape[:2], image.shape[1], len(text_norm)
-    out = torch.empty(B, T + S, image.shape[2] // D, D, dtype=text.dtype, device=text.device)
-    given = *_words(text, image, text_norm, image_norm), text_angle.contiguous(), image_angle.contiguous()
-    _kernel[(B, T + S)](*given, out.view(torch.int32), T, S, eps, **_shape(image, image_norm), num_warps=4)
+    return _joined(text, image, text, image, text_norm, image_norm, text_angle, image_angle, eps, added=False)
+
+
+@torch.library.custom_op("fsdp_diffusers_engine::joined_heads_of_sums", mutates_args=())
+def joined_heads_of_sums(
+    text: Tensor,
+    image: Tensor,
+    text_added: Tensor,
+    image_added: Tensor,
+    text_norm: Tensor,
+    image_norm: Tensor,
+    text_angle: Tensor,
+    image_angle: Tensor,
+    eps: float,
+) -> Tensor:
+    """`joined_heads` of `text + text_added` and `image + image_added`, each sum rounded to bf16; it has no gradient."""
+    given = text, image, text_added, image_added, text_norm, image_norm, text_angle, image_angle
+    return _joined(*given, eps, added=True)
+
+
+def _joined(text: Tensor, image: Tensor, *others: Any, added: bool) -> Tensor:
+    *parts, text_norm, image_norm, text_angle, image_angle, eps = others
+    out = _empty(text, image, *others[2:])
+    given = *_words(text, image, *parts, text_norm, image_norm), text_angle.contiguous(), image_angle.contiguous()
+    T, S, shape = text.shape[1], image.shape[1], _shape(image, image_norm)
+    _kernel[out.shape[:2]](*given, out.view(torch.int32), T, S, eps, ADDED=added, **shape, num_warps=4)
     return out
 
 
 @joined_heads.register_fake
-def _(text: Tensor, image: Tensor, text_norm: Tensor, *others: Any) -> Tensor:
+def _empty(text: Tensor, image: Tensor, text_norm: Tensor, *others: Any) -> Tensor:
     D = len(text_norm)
     return text.new_empty(len(text), text.shape[1] + image.shape[1], text.shape[2] // D, D)
+
+
+@joined_heads_of_sums.register_fake
+def _(text: Tensor, image: Tensor, text_added: Tensor, image_added: Tensor, *others: Any) -> Tensor:
+    return _empty(text, image, *others)
 
 
 @torch.library.custom_op("fsdp_diffusers_engine::joined_heads_gradient", mutates_args=())

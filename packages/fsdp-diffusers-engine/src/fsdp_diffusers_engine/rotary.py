@@ -79,13 +79,20 @@ def attend_jointly(
     """What Qwen-Image's stock processor computes, of image [B, S, C] and text [B, T, C]: both, attended."""
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-    from .joined_heads import joined_heads
+    from .adapted_linear import AdaptedLinear
+    from .joined_heads import joined_heads, joined_heads_of_sums
 
     image_angle, text_angle = (torch.view_as_real(angle) for angle in angles)
 
     def heads(of_text: Any, of_image: Any, text_norm: Any, image_norm: Any) -> Tensor:
-        given = of_text(text), of_image(image), text_norm.weight, image_norm.weight
-        return joined_heads(*given, text_angle, image_angle, image_norm.eps)
+        rest = text_norm.weight, image_norm.weight, text_angle, image_angle, image_norm.eps
+        both = ((of_text, text), (of_image, image))
+        if not torch.is_grad_enabled() and all(isinstance(layer, AdaptedLinear) for layer, _ in both):
+            parts = [layer.added(x) for layer, x in both]
+            if all(len(each) == 1 for each in parts):  # a gradient would keep both of them, instead of their sum
+                own = [layer.base_layer(x) for layer, x in both]
+                return joined_heads_of_sums(*own, parts[0][0], parts[1][0], *rest)
+        return joined_heads(of_text(text), of_image(image), *rest)
 
     query = heads(attn.add_q_proj, attn.to_q, attn.norm_added_q, attn.norm_q)
     key = heads(attn.add_k_proj, attn.to_k, attn.norm_added_k, attn.norm_k)
