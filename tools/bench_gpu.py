@@ -20,7 +20,7 @@ others, and within a part a section that fails does not stop the next. Results a
     engine     vLLM-Omni: pictures with and without the adapter, whole batches or one by one, sync, sleep, wake
     engine_attention, engine_fp8   the same engine with other attention kernels, and with fp8 weights
     program    `apps/flowgrpo` itself with shared weights; program_again: a second start, the compiled graphs kept;
-               program_two: two cards, twice the samples; program_fp8: sampling in fp8, the adapter merged;
+               program_two: two cards, twice the samples; program_fp8: sampling in fp8;
                program_recomputed: old log-probs by the trainer; program_engine: with an engine beside it, asleep in
                updates; program_one_copy: an engine that samples with the trainer's own frozen weights;
                program_engine_again: a second start of the former
@@ -819,8 +819,8 @@ def program_two(size: Size, folder: Path, report: Report) -> None:
 
 
 def program_fp8(size: Size, folder: Path, report: Report) -> None:
-    """Three steps that sample in fp8, the adapter merged."""
-    program(size, folder, report, "trainer.total_steps=3", "rollout.fp8=true", "model.lora.merge=true")
+    """Three steps that sample in fp8."""
+    program(size, folder, report, "trainer.total_steps=3", "rollout.fp8=true")
 
 
 def program_recomputed(size: Size, folder: Path, report: Report) -> None:
