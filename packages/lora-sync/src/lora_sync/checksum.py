@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import torch
 import xxhash
@@ -32,10 +33,15 @@ def content_hash(tensors: Mapping[str, Tensor], alphas: Mapping[str, float]) -> 
     named = sorted(tensors.items())
     threads = min(4, os.cpu_count() or 1) if sum(t.nbytes for t in tensors.values()) >= _PARALLEL_BYTES else 1
     with ThreadPoolExecutor(threads) as pool:  # xxhash lets the interpreter lock go
-        digests = list(pool.map(tensor_digest, (tensor for _, tensor in named)))
-    rows = [[name, str(t.dtype), list(t.shape), digest] for (name, t), digest in zip(named, digests, strict=True)]
+        shares = [named[start::threads] for start in range(threads)]
+        digests = dict(chain.from_iterable(pool.map(_digests, shares)))
+    rows = [[name, str(t.dtype), list(t.shape), digests[name]] for name, t in named]
     text = json.dumps([rows, sorted((name, float(alpha)) for name, alpha in alphas.items())], separators=(",", ":"))
     return "xxh3:" + xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _digests(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str]]:
+    return [(name, tensor_digest(tensor)) for name, tensor in named]
 
 
 def content_sum(tensors: Iterable[Tensor]) -> str:
