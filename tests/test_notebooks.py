@@ -9,7 +9,7 @@ import pytest
 from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.ipynb"))
-ENOUGH = "STEPS, PROMPTS = 2, 2"
+ENOUGH = "STEPS, PROMPTS = 1, 2"
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,10 @@ class LendingServer(vLLMOmniHttpServer):
         await self.launch_server()
         return answers
 
+    def do(self, function):
+        """What a function returns here."""
+        return function()
+
     def compiled(self):
         """How many graphs torch has compiled in this process."""
         from torch._dynamo.utils import counters

@@ -349,21 +349,24 @@ def test_an_adapter_that_comes_as_a_stream_of_buckets(engine, runner, adapter):
 
 
 @needs_engine
-def test_the_scale_of_each_module_is_folded_into_its_b():
-    from omni_rollout.vllm_omni.lora_request import OmniTensorLoRARequest, engine_tensors
-
-    ones = {
-        f"transformer.transformer_blocks.{i}.attn.to_out.0.lora_{x}.weight": torch.ones(2, 2)
-        for i in (0, 1)
-        for x in "AB"
-    }
-    request = OmniTensorLoRARequest(
-        "x", 1, "/x", peft_config={"r": 2, "lora_alpha": 8}, lora_tensors=ones,
-        lora_scales={"transformer.transformer_blocks.1.attn.to_out.0": 0.5}, lora_names="qwen_image",
-    )  # fmt: skip
-    found = {key: float(t.mean()) for key, t in engine_tensors(request, (), torch.device("cpu"), torch.float32)}
+def test_the_scale_of_each_module_is_folded_into_its_b(engine, server, runner):
     blocks = [f"transformer.transformer_blocks.{i}.attn.to_out.lora_" for i in (0, 1)]
-    assert found == {
+
+    def folded():
+        from omni_rollout.vllm_omni.lora_request import OmniTensorLoRARequest, engine_tensors
+
+        ones = {
+            f"transformer.transformer_blocks.{i}.attn.to_out.0.lora_{x}.weight": torch.ones(2, 2)
+            for i in (0, 1)
+            for x in "AB"
+        }
+        request = OmniTensorLoRARequest(
+            "x", 1, "/x", peft_config={"r": 2, "lora_alpha": 8}, lora_tensors=ones,
+            lora_scales={"transformer.transformer_blocks.1.attn.to_out.0": 0.5}, lora_names="qwen_image",
+        )  # fmt: skip
+        return {key: float(t.mean()) for key, t in engine_tensors(request, (), torch.device("cpu"), torch.float32)}
+
+    assert runner.run(engine.backend.call(server.do, folded)) == {
         blocks[0] + "A.weight": 1.0, blocks[0] + "B.weight": 4.0, blocks[1] + "A.weight": 1.0, blocks[1] + "B.weight": 0.5
     }  # fmt: skip
 
