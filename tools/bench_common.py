@@ -1,9 +1,10 @@
-"""What the parts of `bench_gpu.py` share: results as they come, clocks, sections that cannot take each other down."""
+"""What the parts of `bench_gpu.py` share: results as they come, sections that cannot take each other down, clocks, a profile."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import statistics
 import time
@@ -84,3 +85,45 @@ def peak_gb() -> float:
     peak = torch.cuda.max_memory_allocated() / 1e9
     torch.cuda.reset_peak_memory_stats()
     return peak
+
+
+def apart(found: dict[str, Any], wanted: dict[str, Any]) -> float:
+    """Norm of the difference over the norm of `wanted`."""
+    off = sum(float((found[n] - wanted[n]).double().square().sum()) for n in wanted)
+    return math.sqrt(off / max(sum(float(w.double().square().sum()) for w in wanted.values()), 1e-300))
+
+
+@contextlib.contextmanager
+def profiled(report: Report, what: str) -> Iterator[None]:
+    """Report the kernels that this process runs inside: milliseconds by kind, and the largest of them."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU if CPU else ProfilerActivity.CUDA]) as found:
+        start = now()
+        yield
+        wall = now() - start
+    kinds, kernels = dict[str, float](), list[tuple[float, int, str]]()
+    for row in found.key_averages():
+        name, spent = row.key[:70], float(row.self_cpu_time_total if CPU else row.self_device_time_total) / 1e3
+        if spent > 0:
+            kinds[kind_of(name)] = kinds.get(kind_of(name), 0.0) + spent
+            kernels.append((round(spent, 3), row.count, name))
+    by_kind = {k: round(v, 2) for k, v in sorted(kinds.items(), key=lambda kv: -kv[1])}
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    report(f"profile, {what}", wall_ms=1e3 * wall, kernels_ms=sum(kinds.values()), kinds_ms=by_kind, graphs=graphs)
+    report(f"kernels, {what}", largest=sorted(kernels, reverse=True)[:24])
+
+
+def kind_of(kernel: str) -> str:
+    """What a kernel is for, by its name."""
+    name = kernel.lower()
+    if any(word in name for word in ("flash", "fmha", "cudnn_generated", "attention", "sdpa")):
+        return "attention backward" if "bwd" in name or "backward" in name else "attention forward"
+    if any(word in name for word in ("gemm", "nvjet", "cutlass", "addmm", "aten::mm", "splitk", "cublas")):
+        return "matrix products"
+    if "triton" in name:
+        return "compiled kernels"
+    if "memcpy" in name or "memset" in name or "copy" in name:
+        return "copies"
+    return "other"

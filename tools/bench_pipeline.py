@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
+from bench_model import empty_transformer
 from fsdp_diffusers_engine.loading import RandomSource
 from omni_rollout.vllm_omni.pipelines.qwen_image import QwenImageRolloutPipeline
 from torch import Tensor
@@ -25,12 +24,7 @@ class RandomQwenImage(QwenImageRolloutPipeline):
         super().load_weights(self._drawn())
 
     def _drawn(self) -> Iterator[tuple[str, Tensor]]:
-        from diffusers import QwenImageTransformer2DModel
-
-        config = json.loads((Path(self.od_config.model) / "transformer" / "config.json").read_text())
-        with torch.device("meta"):
-            module = QwenImageTransformer2DModel.from_config(config)
         source = RandomSource(0, self.device)
-        for name, parameter in module.named_parameters():
+        for name, parameter in empty_transformer(Path(self.od_config.model)).named_parameters():
             shape = tuple(parameter.shape)
             yield f"transformer.{name}", source.read(name, shape, tuple(slice(None) for _ in shape))
