@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from accelerate import init_empty_weights
 from model_specs import available, get_spec_for, tiny
-from ray_trainer.card_memory import GB, Machine, borrows, check_split, foresee, measure, place, sleeps
+from ray_trainer.card_memory import GB, check_split, measure
 from ray_trainer.compose import compose
 from ray_trainer.errors import TrainerError
 from ray_trainer.model_folder import part_shapes
+from ray_trainer.placement import Machine, borrows, foresee, place, sleeps
 
 FULL = ["model.lora_rank=64", "actor.fsdp_config.model_dtype=bf16", "rollout.dtype=bfloat16", "trainer.num_workers=8",
         "actor.ppo_micro_batch_size_per_gpu=8", "model.enable_gradient_checkpointing=true", "rollout.pipeline.height=512",

@@ -11,9 +11,10 @@ import pytest
 from accelerate import init_empty_weights
 from flowgrpo.cli import APP
 from model_specs import get_spec_for, tiny
-from ray_trainer.card_memory import GB, Machine, measure, place
+from ray_trainer.card_memory import GB, measure
 from ray_trainer.cli import run
 from ray_trainer.compose import compose
+from ray_trainer.placement import Machine, place
 from ray_trainer.step_time import phases
 
 PEAK = 989.4e12  # of both cards' data sheets

@@ -114,8 +114,8 @@ READERS = {
     f"{TRAINER}._open": "trainer.run_dir trainer.on_existing",
     "ray_trainer.resume:check_resume": "trainer.allow_config_change",
     "ray_trainer.group:WorkerGroup": "trainer.num_workers",
-    "ray_trainer.card_memory:_tensor_sizes": "rollout.vllm_omni.tensor_model_parallel_size",
-    "ray_trainer.card_memory:foreseen": "ray.gpu_memory_gb",
+    "ray_trainer.placement:_tensor_sizes": "rollout.vllm_omni.tensor_model_parallel_size",
+    "ray_trainer.placement:foreseen": "ray.gpu_memory_gb",
     "ray_trainer.cluster": "ray.address ray.num_cpus ray.object_store_mb",
 }
 

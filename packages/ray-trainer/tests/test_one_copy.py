@@ -10,8 +10,8 @@ import ray
 import ray_trainer.rollouts as module
 from lora_sync import LoRAReceipt, Promise
 from omni_rollout.errors import ReplicaError
-from ray_trainer.card_memory import Placement
 from ray_trainer.compose import compose
+from ray_trainer.placement import Placement
 from ray_trainer.rollouts import FleetSampler
 
 RECIPE = Path(str(files("flowgrpo"))) / "recipes" / "tiny_flow_grpo.yaml"

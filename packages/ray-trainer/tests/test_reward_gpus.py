@@ -10,10 +10,10 @@ import torch
 from image_rewards import PerSampleReward, RewardResult, RewardSample
 from image_rewards.loop import RewardLoopManager
 from image_rewards.model import ModelReward, on_gpu
-from ray_trainer.card_memory import foresee
 from ray_trainer.compose import compose
 from ray_trainer.errors import TrainerError
 from ray_trainer.machines import reserve
+from ray_trainer.placement import foresee
 from ray_trainer.rules import check_rules
 
 

@@ -13,10 +13,10 @@ import torch
 from flowgrpo.cli import APP as FLOWGRPO
 from ray.exceptions import RayTaskError
 from ray_trainer import checkpoint
-from ray_trainer.card_memory import Placement
 from ray_trainer.cli import run
 from ray_trainer.errors import TrainerError
 from ray_trainer.failure import first_cause, is_out_of_memory, record_failure, words
+from ray_trainer.placement import Placement
 from ray_trainer.workers import ActorRolloutRefWorker as Worker
 from run_report import ReportError
 from safetensors.torch import load_file

@@ -109,7 +109,7 @@ class FSDPEngineConfig:
     sharding: Sharding = "auto"
     """`replicate` keeps the whole module on every rank and averages the trained part's gradient once per optimizer step;
     `shard` divides it over `fsdp_size` ranks with FSDP2 (one rank too: it starts a group of one when there is none).
-    `auto` shards over several ranks; the programs decide it by `ray_trainer.card_memory`'s sums."""
+    `auto` shards over several ranks; the programs decide it by `ray_trainer.placement`'s sums."""
     fsdp_size: Literal[-1] | Annotated[int, Interval(ge=1, le=100_000)] = -1
     """Ranks in one shard group; a smaller number than all replicates between groups (HSDP). -1 is all ranks; in the
     programs all of one machine, and more only where a number says so."""

@@ -12,13 +12,13 @@ from diffusion_losses.specs import find_loss, known_losses
 
 from . import commands
 from .app import App, parse
-from .card_memory import foresee
 from .cluster import cluster_address, prepare_environment, ray_session
 from .config import RunConfig, to_yaml
 from .errors import Interrupted, TrainerError, TrainingFailed
 from .interrupt import sigterm_interrupts
 from .machines import check_machines
 from .output import safe_output
+from .placement import foresee
 from .validate import validate_config
 
 if TYPE_CHECKING:

@@ -22,9 +22,10 @@ from omni_rollout.remote import ASIDE, Remote
 from omni_rollout.types import GenerationRequest, Kept
 from tensordict import TensorDict
 
-from .card_memory import place, text_bound
+from .card_memory import text_bound
 from .config import RunConfig, updates_per_step
 from .machines import LEAVE_S, reserve
+from .placement import place
 from .workers import ActorRolloutRefWorker as Worker
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .card_memory import Machine
 from .config import RunConfig
 from .errors import TrainerError
+from .placement import Machine
 
 ANSWER_S = 120.0
 """How long a machine may take to start a process and answer a question."""

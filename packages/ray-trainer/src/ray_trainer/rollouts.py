@@ -34,9 +34,10 @@ from omni_rollout.types import GenerationRequest, Kept
 from run_report import estimate
 from tensordict import TensorDict
 
-from .card_memory import GB, borrows
+from .card_memory import GB
 from .config import RunConfig
 from .machines import fetch_everywhere, machines
+from .placement import borrows
 from .prompts import Prompt
 from .scoring import Scoring
 from .step_metrics import Clock, Metrics
@@ -311,7 +312,7 @@ class FleetSampler:
 
     @classmethod
     async def launch(cls, config: RunConfig, workers: WorkerGroup, say: Callable[[str], None]) -> FleetSampler:
-        """Start the replicas where `card_memory.place` has put them."""
+        """Start the replicas where `placement.place` has put them."""
         import ray
 
         placed, engine = workers.placement, replace(config.rollout.vllm_omni)

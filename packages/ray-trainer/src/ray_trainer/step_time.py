@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .card_memory import KEPT, Needs, Placement, sleeps
+from .card_memory import KEPT, Needs
 from .config import RunConfig, updates_per_step
 from .model_folder import check_folder
+from .placement import Placement, sleeps
 from .prompts import Prompt
 
 SHARES = {
@@ -78,7 +79,7 @@ def phases(
     Args:
         config: of the run.
         folder: of the pipeline.
-        needs, placed: of `card_memory`.
+        needs, placed: of `card_memory` and `placement`.
         text: tokens of a prompt.
         peak: operations a second of one GPU, from the data sheet or measured.
         on_gpu: whether blocks are compiled by default.

@@ -20,12 +20,13 @@ from omni_rollout.kept import with_latents
 from omni_rollout.samples import Rows, parted
 from omni_rollout.types import GenerationRequest
 
-from .card_memory import GB, Needs, Placement, measure
+from .card_memory import GB, Needs, measure
 from .cluster import available_cpus, memory_mb
 from .config import RunConfig, SyncMode, updates_per_step
 from .given import Finished
 from .model_folder import read_index
 from .models import check_present, fetch
+from .placement import Placement
 from .rows import Store
 from .rules import check_experts
 
@@ -72,7 +73,7 @@ class ActorRolloutRefWorker:
 
         Args:
             meeting_point: where the processes find each other.
-            placement: what `card_memory.place` chose; None: as the config says.
+            placement: what `placement.place` chose; None: as the config says.
         """
         from fsdp_diffusers_engine.config import TrainingWorkerConfig
         from fsdp_diffusers_engine.worker import TrainingWorker

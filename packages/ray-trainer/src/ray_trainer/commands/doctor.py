@@ -22,13 +22,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..card_memory import GB, foresee, measure, text_bound
+from ..card_memory import GB, measure, text_bound
 from ..cluster import available_cpus, check_ray, cluster_address, memory_mb, ray_session
 from ..config import RunConfig
 from ..errors import TrainerError
 from ..failure import words
 from ..model_folder import check_folder, part_shapes, parts, transformers
 from ..models import is_hub_id, locate, spec_class
+from ..placement import foresee
 from ..prompts import load_prompt_sets
 from ..validate import validate_config
 

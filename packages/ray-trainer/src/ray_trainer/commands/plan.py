@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING
 
 from fsdp_diffusers_engine.peaks import PEAK_BF16, tabled_peak
 
-from ..card_memory import GB, Needs, Placement, foreseen
+from ..card_memory import GB, Needs
 from ..config import RunConfig
 from ..errors import TrainerError
 from ..models import locate
+from ..placement import Placement, foreseen
 from ..prompts import load_prompt_sets
 from ..step_time import Phase, phases, text_tokens
 from ..validate import validate_config
