@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -43,7 +44,16 @@ def empty_environment(folder, *packages, version=sys.executable):
     python = folder / "venv" / "bin" / "python"
     if packages:
         command(UV, "pip", "install", "--python", python, *packages, cwd=ROOT)
+        lend_bytecode(Path(sysconfig.get_path("purelib")), next(folder.glob("venv/lib/*/site-packages")))
     return python
+
+
+def lend_bytecode(ours, theirs):
+    """Link what Python has compiled of the same packages here; it looks whether it is of the same files."""
+    for folder, inside, _ in os.walk(theirs):
+        compiled = ours / Path(folder).relative_to(theirs) / "__pycache__"
+        if compiled.is_dir() and "__pycache__" not in inside:
+            shutil.copytree(compiled, Path(folder, "__pycache__"), copy_function=os.symlink)
 
 
 def examples(name):
