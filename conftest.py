@@ -1,12 +1,17 @@
 """What is set before any test imports Ray or starts a process, and how the two processes of a run share the files."""
 
+import contextlib
 import os
 import signal
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+ROOT = Path(__file__).parent
 # Ray's hook would start every worker through `uv run` in an uploaded copy of the folder.
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 # Where this is set, each of the many processes that the tests start would compile torch anew: 18 s for what takes 6.
@@ -18,10 +23,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Files that share something that takes long to start run in one process: a live vLLM-Omni engine and its Ray cluster; and the
-# process with one Ray in which runs follow each other.
+# Files that share something that takes long to start run in one process, one after the other: a live vLLM-Omni engine and its Ray
+# cluster; and the process with one Ray in which runs follow each other.
 TOGETHER = {
-    "engine": ("test_rollout_nodes", "test_rollout_vllm_"),
+    "engine": (
+        "test_reward_gpus",  # two that need a Ray of their own, which has other GPUs and imports nothing ahead
+        "test_reward_loop",
+        "test_rollout_nodes",
+        "test_rollout_vllm_",
+        "test_lora_transport",
+        "test_wrong_base",
+    ),
     "one ray": (
         "test_flowgrpo_end_to_end",
         "test_several_rewards_end",
@@ -35,7 +47,7 @@ TOGETHER = {
 # What takes longest comes first, so that the two processes end together.
 LONG = (
     *TOGETHER["one ray"], *TOGETHER["engine"], "end_to_end", "test_trainer_cluster", "test_cluster", "test_wheels",
-    "test_engine_ranks", "test_notebooks", "test_bench_gpu", "test_processes", "test_two_machines", "test_reward_loop",
+    "test_engine_ranks", "test_notebooks", "test_bench_gpu", "test_processes", "test_two_machines",
 )  # fmt: skip
 
 
@@ -54,3 +66,19 @@ class FilesTogether(LoadFileScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesTogether | None:
     return FilesTogether(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.fixture(scope="session")
+def warm_workers():
+    """`with warm_workers(*modules, **environment) as path`: a Ray with that `setup_worker_path` forks its workers from one."""
+
+    @contextlib.contextmanager
+    def warm_workers(*modules, **environment):
+        file = ROOT / "tests" / "warm_worker.py"
+        with tempfile.TemporaryDirectory(prefix="warm-") as folder, pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_TRAINER_SESSION", folder)
+            command = [sys.executable, file, "wait", *modules]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | environment):
+                yield str(file)
+
+    return warm_workers

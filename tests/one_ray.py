@@ -26,7 +26,7 @@ class Forking(parameter.RayParams):
     """Of a Ray whose workers are forks of one process."""
 
     def __init__(self, *arguments, **options):
-        self.source = subprocess.Popen([sys.executable, FORKS], stdin=subprocess.PIPE)  # it ends with this process
+        self.source = subprocess.Popen([sys.executable, FORKS, "wait"], stdin=subprocess.PIPE)  # ends with this process
         super().__init__(*arguments, **options, setup_worker_path=str(FORKS))
 
 

@@ -102,12 +102,27 @@ def free_port():
         return probe.getsockname()[1]
 
 
+RAY = """
+import sys
+from ray._private import parameter
+
+path = sys.argv.pop(1)
+
+class Forking(parameter.RayParams):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options, setup_worker_path=path)
+
+parameter.RayParams = Forking
+from ray.scripts.scripts import main
+main()
+"""
+
+
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster(tmp_path_factory, warm_workers):
     """`ray start --head` in a folder of its own with a new HOME; (address, environment)."""
     place = tmp_path_factory.mktemp("elsewhere")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"HOME": str(place)}
-    ray = Path(sys.executable).parent / "ray"
     temp = Path("/tmp") / f"ray-test-{os.getpid()}"  # not in pytest's folder, whose path is too long for Ray's sockets
     options = {
         "port": free_port(),
@@ -117,32 +132,29 @@ def cluster(tmp_path_factory):
         "object-store-memory": 200_000_000,
         "temp-dir": temp,
     }
-    process = subprocess.Popen(
-        [
-            ray,
-            "start",
-            "--head",
-            "--block",
-            "--disable-usage-stats",
-            *(f"--{key}={value}" for key, value in options.items()),
-        ],
-        cwd=place,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    address = None
-    deadline = time.monotonic() + 120
-    for line in process.stdout:
-        assert time.monotonic() < deadline
-        if found := re.search(r"--address='([^']+)'", line):
-            address = found[1]
-            break
-    assert address, "ray start did not come up"
-    yield address, environment
-    process.send_signal(signal.SIGTERM)
-    process.wait(60)
+    with warm_workers(**environment) as path:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-c", RAY, path, "start", "--head", "--block", "--disable-usage-stats"),
+                *(f"--{key}={value}" for key, value in options.items()),
+            ],
+            cwd=place,
+            env=environment | {"RAY_TRAINER_SESSION": os.environ["RAY_TRAINER_SESSION"]},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        address = None
+        deadline = time.monotonic() + 120
+        for line in process.stdout:
+            assert time.monotonic() < deadline
+            if found := re.search(r"--address='([^']+)'", line):
+                address = found[1]
+                break
+        assert address, "ray start did not come up"
+        yield address, environment
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
     shutil.rmtree(temp, ignore_errors=True)
     assert [
         p.name for p in place.iterdir() if not p.name.startswith(".")

@@ -1,9 +1,12 @@
 """Ray's worker processes as forks of one that has imported what they need: 8 s of a processor once, not in every process.
 
-Ray starts this file where it would start its own `setup_worker.py`. So started it asks the one that waits, and ends.
+Ray starts this file where it would start its own `setup_worker.py`. So started it asks the one that waits, and ends. That one is
+started as `warm_worker.py wait MODULE…`: what it imports beside what a model's process does.
 """
 
 import argparse
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -29,7 +32,7 @@ def ask() -> None:
         line.recv(1)  # it has been forked
 
 
-def wait() -> list[str]:
+def wait(modules: list[str]) -> list[str]:
     """Import, and fork a worker for each that asks, until standard input ends. Returns in a worker: its arguments.
 
     Ray is not imported, for it reads its environment as it is loaded.
@@ -38,6 +41,9 @@ def wait() -> list[str]:
     from diffusers import QwenImagePipeline, QwenImageTransformer2DModel  # noqa: F401
     from ray_trainer import workers  # noqa: F401
 
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()  # no worker looks through all of it for garbage
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # none that has ended stays
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(PLACE)
@@ -77,7 +83,7 @@ def work(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        ask()
+    if sys.argv[1] == "wait":
+        work(wait(sys.argv[2:]))
     else:
-        work(wait())
+        ask()

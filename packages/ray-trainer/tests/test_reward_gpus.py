@@ -19,8 +19,7 @@ from ray_trainer.rules import check_rules
 
 @pytest.fixture(scope="module")
 def four_gpus():
-    if ray.is_initialized():
-        pytest.skip("another test's Ray is up")
+    assert not ray.is_initialized(), "another test's Ray is up, with other GPUs"
     ray.init(address="local", num_cpus=4, num_gpus=4, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
