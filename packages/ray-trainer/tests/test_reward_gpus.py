@@ -3,6 +3,7 @@
 import asyncio
 import os
 import threading
+import time
 
 import pytest
 import ray
@@ -58,6 +59,9 @@ def test_own_cards_are_reserved_beside_the_trainers_and_left_out_of_what_engines
         assert [(one.gpus, one.ranks) for one in gang.machines] == [(2, 2)]  # of four, two for a and b
         assert [len(gang.rewards[name].bundle_specs) for name in ("a", "b")] == [2, 1]
         assert "c" not in gang.rewards
+        deadline = time.monotonic() + 10  # Ray's view of the whole cluster is some moments old
+        while ray.available_resources().get("GPU", 0) and time.monotonic() < deadline:
+            time.sleep(0.1)
         assert ray.available_resources().get("GPU", 0) == 0
         Local = type("Local", (Sees,), dict(vars(Sees)))  # sent by value
         with RewardLoopManager(
