@@ -142,6 +142,7 @@ class RewardHere(RewardLoopWorker):
 
 def serve(pipe):
     """Make actors, run their methods in order, keep what they return until somebody asks."""
+    torch.set_num_threads(1)  # a fork has lost the threads that its parent computed with, and would wait for them
     actors, kept = {}, {}
     while True:
         message = pipe.recv_bytes()
