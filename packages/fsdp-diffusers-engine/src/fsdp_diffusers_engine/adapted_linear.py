@@ -26,7 +26,8 @@ class AdaptedLinear(Linear):
         """
         if self.disable_adapters or self.merged:
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
-        return sum(self.added(x), start=self.base_layer(x, *args, **kwargs))  # type: ignore[no-any-return]
+        y: Tensor = self.base_layer(x, *args, **kwargs)
+        return sum(self.added(x), start=y)
 
     def added(self, x: Tensor) -> list[Tensor]:
         """What each active adapter adds to `W x`, [..., out] in the dtype of `x`."""
