@@ -73,7 +73,7 @@ def test_compiled_blocks_of_z_image_hold_no_complex_product() -> None:
     assert not [dtype for dtype in seen if "complex" in dtype]
 
 
-def test_compiled_blocks_compute_gelu_without_a_tangent() -> None:
+def test_compiled_blocks_compute_gelu_without_a_tanh() -> None:
     """The same numbers and gradients, both kinds of module; what is not compiled, or is another GELU, stays."""
     from diffusers.models.activations import GELU
 

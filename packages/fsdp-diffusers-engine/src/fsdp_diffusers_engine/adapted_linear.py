@@ -26,7 +26,7 @@ class AdaptedLinear(Linear):
         """
         if self.disable_adapters or self.merged:
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
-        y: Tensor = self.base_layer(x, *args, **kwargs)
+        y: Tensor = self.base_layer(x, *args, **kwargs)  # first: backward sums the gradients of `x` in this order
         return sum(self.added(x), start=y)
 
     def added(self, x: Tensor) -> list[Tensor]:

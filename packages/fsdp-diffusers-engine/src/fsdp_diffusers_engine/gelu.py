@@ -1,5 +1,5 @@
-"""GELU in compiled blocks, by one exponential: the compiler would call the exact hyperbolic tangent of CUDA's library, and its
-kernel would wait for arithmetic instead of memory. Outside of compiled code nothing changes.
+"""GELU in compiled blocks, by one exponential: the compiler would call the exact tanh of CUDA's library, and its kernel would wait
+for arithmetic instead of memory. Outside of compiled code nothing changes.
 """
 
 from __future__ import annotations
