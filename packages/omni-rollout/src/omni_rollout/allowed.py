@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -37,7 +38,8 @@ def fault(kind: Any, value: Any) -> str:
     return f"={value!r} is out of range: {'each of its numbers' if many else 'it'} must be {rule}"
 
 
-def kinds(schema: type) -> dict[str, Any]:
+@cache
+def kinds(schema: type) -> Mapping[str, Any]:
     """The type of every field of a dataclass, with words and bounds."""
     return get_type_hints(schema, include_extras=True)
 

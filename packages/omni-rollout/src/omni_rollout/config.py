@@ -27,7 +27,7 @@ class Checked:
     """A dataclass that refuses, when it is made, a value that the type of its field does not allow."""
 
     def __post_init__(self) -> None:
-        for name, kind in kinds(type(self)).items():
+        for name, kind in kinds(type(self)).items():  # type: ignore[arg-type]  # mypy: a class without a hash of its instances
             if wrong := fault(kind, getattr(self, name)):
                 raise RolloutConfigError(name + wrong)
 

@@ -10,9 +10,10 @@ import re
 import time
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from fsdp_diffusers_engine.config import DREW, DiffusionModelConfig
+from omni_rollout.allowed import kinds
 from yaml import MappingNode, ScalarNode
 
 from .assets import resolve
@@ -174,7 +175,7 @@ def _build(schema: Any, tree: dict[str, Any], prefix: str = "") -> Any:
         TrainerError: values that do not go together, with the key of the section that says so.
     """
     made = dict(tree)
-    for key, kind in get_type_hints(schema).items():
+    for key, kind in kinds(schema).items():
         value, inner, several = made.get(key), is_section(kind), several_of(kind)
         if inner is not None and isinstance(value, dict):
             made[key] = _build(inner, value, f"{prefix}{key}.")
