@@ -64,7 +64,7 @@ def test_two_hundred_clean_words_in_three_fonts_and_sizes(ocr):
     wrong = [s.metadata["text"] for s, r in zip(samples, results, strict=True) if r.components["exact"] != 1]
     print(f"exact {1 - len(wrong) / 200:.3f}; wrong: {wrong}")
     assert len(wrong) <= 10
-    order = rng.permutation(200)[:20]
+    order = rng.permutation(200)[:5]
     assert ocr.score([samples[i] for i in order]) == [ocr(samples[i]) for i in order]
 
 
