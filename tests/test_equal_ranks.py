@@ -64,7 +64,6 @@ def rows(hosted, metric_rows, tmp_path_factory):
     [
         ("flowgrpo", "two shards"),
         ("flowgrpo", "three copies"),
-        ("nft ahead, all weights", "two shards"),
         *(
             pytest.param(*one, marks=pytest.mark.nightly)
             for one in [
@@ -76,6 +75,7 @@ def rows(hosted, metric_rows, tmp_path_factory):
                 ("nft ahead", "three shards"),
                 ("nft ahead", "two shards, two replicas"),
                 ("nft ahead, all weights", "two copies"),
+                ("nft ahead, all weights", "two shards"),
                 ("awm ahead", "two shards, two replicas"),
                 ("awm ahead, all weights", "two shards, two replicas"),
             ]
