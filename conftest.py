@@ -1,7 +1,9 @@
 """What is set before any test imports Ray or starts a process, and how the two processes of a run share the files."""
 
 import contextlib
+import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +14,9 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parent
+sys.path.append(str(ROOT / "tests"))
+from forks import FORKS, Forked  # noqa: E402
+
 # Ray's hook would start every worker through `uv run` in an uploaded copy of the folder.
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 # Where this is set, each of the many processes that the tests start would compile torch anew: 18 s for what takes 6.
@@ -68,17 +73,42 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesToge
     return FilesTogether(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """One process for all of this run that others are forked from; it imports nothing before it is asked."""
+    if FORKS not in os.environ:  # the two processes of a run find it there
+        folder = Path(tempfile.mkdtemp(prefix="forks-", dir="/tmp"))  # short: sockets lie in it
+        os.environ[FORKS] = str(folder / "0")
+        command = [sys.executable, ROOT / "tests" / "forks.py", "serve", os.environ[FORKS]]
+        # It ends with this process, whose pipe it reads.
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        config.forks = folder, server
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if hasattr(config, "forks"):
+        folder, server = config.forks
+        server.communicate()
+        shutil.rmtree(folder)
+        del os.environ[FORKS]
+
+
 @pytest.fixture(scope="session")
-def warm_workers():
+def forked():
+    """`forked(arguments, …)`: what a new Python would do, in a fork of a process that has imported torch, diffusers and so on."""
+    return functools.partial(Forked, os.environ[FORKS])
+
+
+@pytest.fixture(scope="session")
+def warm_workers(forked):
     """`with warm_workers(*modules, **environment) as path`: a Ray with that `setup_worker_path` forks its workers from one."""
 
     @contextlib.contextmanager
     def warm_workers(*modules, **environment):
-        file = ROOT / "tests" / "warm_worker.py"
-        with tempfile.TemporaryDirectory(prefix="warm-") as folder, pytest.MonkeyPatch.context() as patch:
-            patch.setenv("RAY_TRAINER_SESSION", folder)
-            command = [sys.executable, file, "wait", *modules]
-            with subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | environment):
-                yield str(file)
+        file, place = ROOT / "tests" / "forks.py", f"{os.environ[FORKS]}.{'-'.join(modules)}.{os.getpid()}"
+        life, held = os.pipe()
+        with open(life) as life, open(held), pytest.MonkeyPatch.context() as patch:
+            forked([file, "serve", place, *modules], env=os.environ | environment, stdin=life)
+            patch.setenv(FORKS, place)
+            yield str(file)
 
     return warm_workers

@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import json
 import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -52,20 +54,21 @@ class Finished:
 
 
 class Program:
-    """A running app. `wait` ends with the list of its descendants that are still alive, which should be empty."""
+    """A running app. `wait` ends with the list of its descendants that are still alive, which should be empty.
 
-    def __init__(self, app, *arguments, env=None, cwd=None):
+    Args:
+        forked: its fixture, where the program and what its Ray starts shall be forks; see `forks.py`.
+    """
+
+    def __init__(self, app, *arguments, env=None, cwd=None, forked=None):
         self.start = time.monotonic()
         self.seen = set()
-        command = [sys.executable, str(ROOT / "apps" / app), *arguments]
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=cwd,
-            env={**os.environ, **(env or {})},
-        )
+        command, environment = [str(ROOT / "apps" / app), *arguments], {**os.environ, **(env or {})}
+        if forked:
+            self.process = forked([ROOT / "tests" / "forks.py", "program", *command], env=environment, cwd=cwd)
+        else:
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            self.process = subprocess.Popen([sys.executable, *command], cwd=cwd, env=environment, **pipes)
 
     def watch(self):
         """Remember every descendant, so that those who outlive the program are known afterwards."""
@@ -106,38 +109,39 @@ def start():
     return Program
 
 
+@pytest.fixture(scope="session")
+def start_forked(forked):
+    """A program of which the imports are not what is tested."""
+    return functools.partial(Program, forked=forked)
+
+
 class Hosted:
     """Runs in a process that lives on, so that Ray starts and the driver's libraries are imported once for all of them.
 
     `folder` is on the path of every process: a test may put a module there.
     """
 
-    def __init__(self, folder):
-        self.folder, self.process = folder, None
+    def __init__(self, forked, folder):
+        self.forked, self.folder, self.process = forked, folder, None
 
-    def __call__(self, app, *arguments, timeout=240, stop=None):
-        """What a run left behind. It gets Ctrl-C where the condition `stop` comes to hold."""
+    def __call__(self, app, *arguments, timeout=240):
+        """What a run left behind."""
         if self.process is None:
             path = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH", "")]))
-            self.process = subprocess.Popen(
-                [sys.executable, ROOT / "tests" / "one_ray.py"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-            )
-            self.process.stdout.readline()  # Ray is there
+            self.line, theirs = socket.socketpair()
+            self.answers = self.line.makefile()
+            command = [ROOT / "tests" / "forks.py", "program", ROOT / "tests" / "one_ray.py"]
+            with theirs:
+                env = {**os.environ, "PYTHONPATH": path}
+                self.process = self.forked(command, env, stdin=theirs, stdout=theirs)
+            self.answers.readline()  # Ray is there
         start, before = time.monotonic(), self._processes()
-        self.process.stdin.write(json.dumps([app, arguments]) + "\n")
-        self.process.stdin.flush()
-        while not select.select([self.process.stdout], [], [], 0.1)[0]:
-            if stop is not None and stop():
-                self.process.send_signal(signal.SIGINT)
-                stop = None
+        self.line.sendall(json.dumps([app, arguments]).encode() + b"\n")
+        while not select.select([self.line], [], [], 0.1)[0]:
             if time.monotonic() > start + timeout:
                 self.close()
                 raise subprocess.TimeoutExpired(app, timeout)
-        code, out, err = json.loads(self.process.stdout.readline())
+        code, out, err = json.loads(self.answers.readline())
         seconds = time.monotonic() - start
         deadline = time.monotonic() + 10
         while (alive := self._processes() - before) and time.monotonic() < deadline:
@@ -155,7 +159,7 @@ class Hosted:
     def close(self):
         if self.process is not None:
             process, self.process = self.process, None
-            process.stdin.close()
+            self.line.shutdown(socket.SHUT_WR)
             try:
                 process.wait(30)
             except subprocess.TimeoutExpired:
@@ -163,9 +167,9 @@ class Hosted:
 
 
 @pytest.fixture(scope="session")
-def hosted(tmp_path_factory):
+def hosted(forked, tmp_path_factory):
     """`hosted(app, *arguments)`: what a run left behind, in a process that other tests use too."""
-    host = Hosted(tmp_path_factory.mktemp("modules"))
+    host = Hosted(forked, tmp_path_factory.mktemp("modules"))
     yield host
     host.close()
 

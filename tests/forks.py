@@ -1,10 +1,12 @@
-"""Ray's worker processes as forks of one that has imported what they need: 8 s of a processor once, not in every process.
+"""Processes as forks of one that has imported what they need: 8 s of a processor once, not in each of them.
 
-Ray starts this file where it would start its own `setup_worker.py`. So started it asks the one that waits, and ends. That one is
-started as `warm_worker.py wait MODULE…`: what it imports beside what a model's process does.
+The suite's first process starts `forks.py serve PLACE`, which waits at that socket and imports when it is asked first. Who asks
+sends arguments, environment, folder and standard files, and gets a process that does with them what a new Python would. Ray asks
+through this file too: it starts it where it would start its own `setup_worker.py`.
 """
 
 import argparse
+import contextlib
 import gc
 import importlib
 import json
@@ -13,63 +15,176 @@ import runpy
 import select
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 
-PLACE = os.path.join(
-    os.environ["RAY_TRAINER_SESSION"], "warm"
-)  # every process of the Ray has it, see ray_trainer.keeper
+FORKS = "FORKS"
+"""Environment variable: where the process waits that is asked."""
 
 
-def ask() -> None:
-    """Have a worker started with this process's arguments, environment, folder and outputs."""
-    with socket.socket(socket.AF_UNIX) as line:
-        while line.connect_ex(PLACE):
-            time.sleep(0.02)
-        asked = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
-        socket.send_fds(line, [len(asked).to_bytes(8, "big")], [1, 2])
-        line.sendall(asked)
-        line.recv(1)  # it has been forked
+class Forked:
+    """Such a process, as far as tests need the face of a `Popen`.
 
-
-def wait(modules: list[str]) -> list[str]:
-    """Import, and fork a worker for each that asks, until standard input ends. Returns in a worker: its arguments.
-
-    Ray is not imported, for it reads its environment as it is loaded.
+    Args:
+        place: where to ask.
+        arguments: a file, or a folder with a `__main__.py`, and what it gets.
+        stdin: the process's standard input; none without it.
+        stdout: where its output goes; kept for `communicate` without it, as its errors are.
     """
+
+    def __init__(self, place, arguments, env=None, cwd=None, stdin=None, stdout=None):
+        self._out, self._err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
+        self.returncode = None
+        with open(os.devnull) as nothing:
+            files = [one.fileno() for one in (stdin or nothing, stdout or self._out, self._err)]
+            self._line = ask(place, list(map(str, arguments)), dict(env or os.environ), str(cwd or os.getcwd()), files)
+        self.pid = self._number()
+
+    def _number(self):
+        return int.from_bytes(self._line.recv(8, socket.MSG_WAITALL), "big", signed=True)
+
+    def poll(self, timeout=0.0):
+        """Its exit code; None while it runs."""
+        if self.returncode is None and select.select([self._line], [], [], timeout)[0]:
+            self.returncode = self._number()
+        return self.returncode
+
+    def wait(self, timeout=None):
+        if self.poll(timeout) is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        return self.returncode
+
+    def communicate(self, timeout=None):
+        """What it has written, once it has ended."""
+        self.wait(timeout)
+        return tuple(os.pread(one.fileno(), 1 << 26, 0).decode() for one in (self._out, self._err))
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
+def ask(place, arguments, environment, folder, files):
+    """Ask for a process; the line on which come its number, and its exit code."""
+    line = socket.socket(socket.AF_UNIX)
+    while line.connect_ex(place):
+        time.sleep(0.02)
+    asked = json.dumps([arguments, environment, folder]).encode()
+    socket.send_fds(line, [len(asked).to_bytes(8, "big")], files)
+    line.sendall(asked)
+    return line
+
+
+def number(value):
+    return value.to_bytes(8, "big", signed=True)
+
+
+def import_all(modules):
+    """What a driver, a model's process, and those that these modules are for have in common.
+
+    Not Ray, which reads its environment as it is loaded.
+    """
+    import dpo_online.trainer  # noqa: F401
+    import flowgrpo.trainer  # noqa: F401
     import peft  # noqa: F401
     from diffusers import QwenImagePipeline, QwenImageTransformer2DModel  # noqa: F401
     from ray_trainer import workers  # noqa: F401
 
     for module in modules:
         importlib.import_module(module)
-    gc.freeze()  # no worker looks through all of it for garbage
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # none that has ended stays
+    assert "ray" not in sys.modules
+    gc.freeze()  # no fork looks through all of it for garbage
+
+
+def serve(place, modules, life):
+    """Fork for each that asks, until the file `life` ends. Returns in a fork: what it was asked to be."""
+    running, imported = {}, False
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     with socket.socket(socket.AF_UNIX) as door:
-        door.bind(PLACE)
+        door.bind(place)
         door.listen(64)
         while True:
-            if sys.stdin in select.select([door, sys.stdin], [], [])[0]:
-                sys.exit()
+            ready = select.select([door, life, woken], [], [])[0]
+            if life in ready:
+                os._exit(0)
+            if woken in ready:
+                os.read(woken, 64)
+                while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    with running.pop(ended[0]) as line, contextlib.suppress(OSError):
+                        line.sendall(number(os.waitstatus_to_exitcode(ended[1])))
+            if door not in ready:
+                continue
+            if not imported:
+                import_all(modules)
+                imported = True
             line, _ = door.accept()
-            with line, line.makefile("rb") as words:
-                size, outputs, _, _ = socket.recv_fds(line, 8, 2)
-                arguments, environment, folder = json.loads(words.read(int.from_bytes(size, "big")))
-                if not os.fork():
-                    break
-            for one in outputs:
-                os.close(one)
+            with line.makefile("rb") as words:
+                size, files, _, _ = socket.recv_fds(line, 8, 3)
+                asked = json.loads(words.read(int.from_bytes(size, "big")))
+            if pid := os.fork():
+                running[pid] = line
+                with contextlib.suppress(OSError):
+                    line.sendall(number(pid))
+                for one in files:
+                    os.close(one)
+                continue
+            break
+    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for one in (line, *running.values()):
+        one.close()
+    for one in (woken, wake):
+        os.close(one)
+    return (*asked, files)
+
+
+def become(arguments, environment, folder, files):
+    """What a new Python does with these."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    for one, place in zip(outputs, (1, 2), strict=True):
+    for one, place in zip(files, (0, 1, 2), strict=True):
         os.dup2(one, place)
         os.close(one)
-    return arguments
+    sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.modules.pop("sitecustomize", None)
+    with contextlib.suppress(ImportError):
+        importlib.import_module("sitecustomize")
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
-def work(arguments: list[str]) -> None:
+def fork_workers():
+    """Have a Ray that this process starts later fork its workers from a copy of this process as it is now."""
+    from ray_trainer.cluster import prepare_environment
+
+    life, held = os.pipe()  # which ends with this process
+    place = f"{os.environ[FORKS]}.{os.getpid()}"
+    if not os.fork():
+        os.close(held)
+        become(*serve(place, (), life))
+        sys.exit()
+    os.close(life)
+    os.environ[FORKS] = place
+    prepare_environment()
+    from ray._private import parameter
+
+    class Forking(parameter.RayParams):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options, setup_worker_path=__file__)
+
+    parameter.RayParams = Forking
+
+
+def work(arguments):
     """What Ray's own two files do in a new process."""
     from ray._private.runtime_env.context import RuntimeEnvContext
     from ray._private.utils import update_envs
@@ -83,7 +198,16 @@ def work(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "wait":
-        work(wait(sys.argv[2:]))
-    else:
-        ask()
+    what, *given = sys.argv[1:]
+    if what == "serve":
+        place, *modules = given
+        become(*serve(place, modules, sys.stdin))
+    elif what == "work":
+        work(given)
+    elif what == "program":  # an app, or `one_ray.py`
+        fork_workers()
+        sys.argv = given
+        runpy.run_path(given[0], run_name="__main__")
+    else:  # Ray
+        arguments = [__file__, "work", *sys.argv[1:]]
+        ask(os.environ[FORKS], arguments, dict(os.environ), os.getcwd(), (0, 1, 2)).recv(8)  # it has been forked

@@ -139,7 +139,7 @@ def cluster(tmp_path_factory, warm_workers):
                 *(f"--{key}={value}" for key, value in options.items()),
             ],
             cwd=place,
-            env=environment | {"RAY_TRAINER_SESSION": os.environ["RAY_TRAINER_SESSION"]},
+            env=environment | {"FORKS": os.environ["FORKS"]},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -58,7 +57,7 @@ def test_held_out_prompts_are_never_trained_on(finished_run):
         assert not {r["prompt"] for r in json.loads(index.read_text())["records"]} & train
 
 
-def test_stock_diffusers_with_the_saved_lora_draws_the_same_pictures(finished_run, tmp_path):
+def test_stock_diffusers_with_the_saved_lora_draws_the_same_pictures(finished_run, forked, tmp_path):
     folder, _ = finished_run
     code = f"""
 import json, sys, numpy as np, torch
@@ -86,30 +85,29 @@ for state in ("base", "tuned"):
             for r in index["records"]
         ]
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
+    (tmp_path / "draw.py").write_text(code)
+    drawing = forked([tmp_path / "draw.py", tmp_path])
+    assert drawing.wait(200) == 0, drawing.communicate()[1][-3000:]
     worst = {state: np.abs(np.load(tmp_path / f"{state}.npy").astype(int) - ours).max() for state in ("tuned", "base")}
     assert worst["tuned"] <= 1
     assert worst["base"] > 1  # so the adapter does something
 
 
 def test_stopped_then_killed_and_resumed_each_time_it_is_the_same_run(
-    finished_run, start, hosted, small, metric_rows, tmp_path
+    finished_run, start_forked, hosted, small, metric_rows, tmp_path
 ):
     reference, _ = finished_run
     folder = tmp_path / "run"
-    stopped = hosted(
-        "flowgrpo",
-        *small,
-        f"trainer.run_dir={folder}",
-        stop=lambda: (folder / "metrics.jsonl").exists() and len(metric_rows(folder)) >= 2,
-    )
+    program = start_forked("flowgrpo", *small, f"trainer.run_dir={folder}")
+    program.until(lambda: (folder / "metrics.jsonl").exists() and len(metric_rows(folder)) >= 2)
+    program.signal(signal.SIGINT)
+    stopped = program.wait()
     assert stopped.code == 130, stopped.err[-3000:]
     assert "trainer.on_existing=resume" in stopped.err
     assert stopped.left_over == []
     assert len(metric_rows(folder)) < 4
     resume = [*small, f"trainer.run_dir={folder}", "trainer.on_existing=resume"]
-    program = start("flowgrpo", *resume)
+    program = start_forked("flowgrpo", *resume)
     program.until(lambda: len(metric_rows(folder)) >= 4)
     program.signal(signal.SIGKILL)
     # Ray's own agents look for their dead parent only about once a minute; nothing that holds memory may stay.

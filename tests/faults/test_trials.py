@@ -263,7 +263,7 @@ def test_a_kill_anywhere_loses_no_step_and_leaves_nothing(start, trial):
 
 
 @pytest.mark.timeout(600)
-def test_five_kills_of_one_run(start, hosted, tmp_path):
+def test_five_kills_of_one_run(start_forked, hosted, tmp_path):
     """Three processes whose death a run mends, at once; then worker and raylet. Steps done twice are the same twice.
 
     With every change, `test_flowgrpo_end_to_end.py` kills a driver.
@@ -271,7 +271,9 @@ def test_five_kills_of_one_run(start, hosted, tmp_path):
     scorer = Service("jpeg_compressibility")
     try:
         keys = [*REPLICAS, "trainer.total_steps=14", "trainer.val_every=0", *asks(scorer)]
-        run = Run(start, tmp_path, keys, Fault(f"{DRIVER}.generate_sequence", "hold", call=3, seconds=DEADLINE_S))
+        run = Run(
+            start_forked, tmp_path, keys, Fault(f"{DRIVER}.generate_sequence", "hold", call=3, seconds=DEADLINE_S)
+        )
         run.reached()
         run.kill("reward")
         run.kill("replica")
@@ -282,7 +284,7 @@ def test_five_kills_of_one_run(start, hosted, tmp_path):
         rows = {}
         for victim in ("worker", "raylet"):
             if victim == "raylet":
-                run = Run(start, tmp_path, keys, Fault(f"{DRIVER}.sync", "hold", call=3, seconds=DEADLINE_S))
+                run = Run(start_forked, tmp_path, keys, Fault(f"{DRIVER}.sync", "hold", call=3, seconds=DEADLINE_S))
                 run.reached()
             kept, before = checkpoint(run.run), raw(run.run)
             run.kill(victim)

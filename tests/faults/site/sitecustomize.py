@@ -96,4 +96,8 @@ class _Finder:
 
 
 if os.environ.get("FAULT"):
-    sys.meta_path.insert(0, _Finder(json.loads(os.environ["FAULT"])))
+    fault = json.loads(os.environ["FAULT"])
+    if module := sys.modules.get(fault["point"].partition(":")[0]):  # of a process that was forked
+        _arm(module, fault)
+    else:
+        sys.meta_path.insert(0, _Finder(fault))
