@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -194,17 +192,12 @@ def test_global_count_below_the_local_count_is_refused():
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def two_ranks(tmp_path_factory, forked):
     """What two gloo processes computed on an uneven split; one launch serves every test below."""
     folder = tmp_path_factory.mktemp("gloo")
     script = Path(__file__).parent / "gloo_worker.py"
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(folder)], env=env, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
+    ranks = [forked([script, rank, folder], env=env) for rank in range(2)]
     for process in ranks:
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors

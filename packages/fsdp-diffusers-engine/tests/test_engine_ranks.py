@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +21,19 @@ def need(world: int) -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory, tiny_qwen: Path, tiny_wan: Path) -> Any:
+def ranks(tmp_path_factory: pytest.TempPathFactory, tiny_qwen: Path, tiny_wan: Path, forked: Any) -> Any:
     """`ranks(scenario, world, rank)`: what that rank found."""
     out = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).with_name("ranks.py")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"} | (
         {} if CUDA else {"CUDA_VISIBLE_DEVICES": ""}
     )
-    command = [sys.executable, str(script), str(out), str(tiny_qwen), str(tiny_wan)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
+    _, errors = forked([script, out, tiny_qwen, tiny_wan], env=env).communicate(timeout=280)
 
     def read(scenario: str, world: int, rank: int = 0) -> Any:
         need(world)
         file = out / f"{scenario}_{world}_{rank}.pt"
-        assert file.is_file(), f"rank {rank} of {world} did not finish {scenario}:\n{done.stderr[-4000:]}"
+        assert file.is_file(), f"rank {rank} of {world} did not finish {scenario}:\n{errors[-4000:]}"
         return torch.load(file, weights_only=True)
 
     read.folder = out  # type: ignore[attr-defined]

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,31 +15,23 @@ WORLD = 3
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> list[dict]:
+def results(tmp_path_factory, forked) -> list[dict]:
     folder = tmp_path_factory.mktemp("ranks")
     worker = Path(__file__).with_name("ranks_worker.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    logs = [(folder / f"{rank}.log").open("w+") for rank in range(WORLD)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(rank), str(WORLD), str(folder / "store"), str(folder / f"{rank}.json")],
-            stdout=logs[rank],
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
+        forked([worker, rank, WORLD, folder / "store", folder / f"{rank}.json"], env=environment)
         for rank in range(WORLD)
     ]
     try:
-        for process in processes:
-            process.wait(timeout=200)
+        said = [process.communicate(timeout=200) for process in processes]
     finally:
         for process in processes:
             process.kill()
     outputs = []
     for rank in range(WORLD):
         file = folder / f"{rank}.json"
-        logs[rank].seek(0)
-        assert file.exists(), logs[rank].read()[-4000:]
+        assert file.exists(), said[rank][1][-4000:]
         outputs.append(json.loads(file.read_text()))
     return outputs
 
