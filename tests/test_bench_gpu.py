@@ -2,12 +2,12 @@
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +17,7 @@ TOOLS = Path(__file__).parent.parent / "tools"
 @pytest.fixture
 def bench(monkeypatch):
     monkeypatch.syspath_prepend(str(TOOLS))
+    monkeypatch.setenv("OMNI_ROLLOUT_CPU", "1")
     import bench_gpu
 
     return bench_gpu
@@ -26,13 +27,23 @@ FEW, OTHERS = ("ceiling", "trainer"), ("changes", "precision", "sizes", "plain")
 
 
 @pytest.mark.parametrize("parts", [FEW, pytest.param(OTHERS, marks=pytest.mark.nightly)], ids=["few", "others"])
-def test_the_tiny_form(tmp_path, parts):
-    """Each part is a process that imports everything."""
-    command = [sys.executable, str(TOOLS / "bench_gpu.py"), "--model", "tiny", "--parts", *parts]
+def test_the_tiny_form(bench, forked, monkeypatch, capsys, tmp_path, parts):
+    """Each part is a process of its own."""
+    started = []
+
+    def popen(command, env, stdout, **_):
+        assert command[0] == sys.executable
+        started.append(forked(command[1:], env=env, stdout=stdout))
+        return started[-1]
+
+    monkeypatch.setattr(bench, "subprocess", SimpleNamespace(Popen=popen))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = ["bench_gpu.py", "--model", "tiny", "--parts", *parts]
     command += ["--out", str(tmp_path / "found.jsonl"), "--logs", str(tmp_path), "--limit", "1200"]
-    env = {**os.environ, "OMNI_ROLLOUT_CPU": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    monkeypatch.setattr(sys, "argv", command)
+    code, said = bench.main(), capsys.readouterr().out
+    assert code == 0, said[-3000:] + "".join(one.communicate()[1][-1500:] for one in started)
+    assert len(started) == len(parts)
     rows = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
     by_name = {(row["part"], row["what"]): row for row in rows}
     assert all(row.get("good", True) for row in rows)
@@ -48,7 +59,7 @@ def test_the_tiny_form(tmp_path, parts):
         assert by_name["changes", "off: scale on the small tensor"]["gradient_off_by"] <= 1e-4
         assert by_name["sizes", "wan_5b, ours over plain"]["times"] > 0
         assert by_name["plain", "update"]["useful_tflops"] > 0
-    assert "all good" in done.stdout
+    assert "all good" in said
 
 
 def test_the_full_size_passes_the_checks_before_a_start(bench, tmp_path):
@@ -65,7 +76,7 @@ def test_the_full_size_passes_the_checks_before_a_start(bench, tmp_path):
     assert file.stat().st_blocks * 512 < 1e6
     assert 20.3e9 < sum(math.prod(shape) for shape in part_shapes(folder, "transformer").values()) < 20.6e9
     dry = command(size, folder, tmp_path, "--dry-run")
-    done = subprocess.run(dry, capture_output=True, text=True, env={**os.environ, "OMNI_ROLLOUT_CPU": "1"})
+    done = subprocess.run(dry, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
 
 
