@@ -1,8 +1,8 @@
 """What is set before any test imports Ray or starts a process, and how the two processes of a run share the files."""
 
-import contextlib
 import functools
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -38,6 +38,7 @@ TOGETHER = {
         "test_rollout_vllm_",
         "test_lora_transport",
         "test_wrong_base",
+        "test_own_parts",
     ),
     "one ray": (
         "test_flowgrpo_end_to_end",
@@ -99,16 +100,14 @@ def forked():
 
 
 @pytest.fixture(scope="session")
-def warm_workers(forked):
-    """`with warm_workers(*modules, **environment) as path`: a Ray with that `setup_worker_path` forks its workers from one."""
-
-    @contextlib.contextmanager
-    def warm_workers(*modules, **environment):
-        file, place = ROOT / "tests" / "forks.py", f"{os.environ[FORKS]}.{'-'.join(modules)}.{os.getpid()}"
-        life, held = os.pipe()
-        with open(life) as life, open(held), pytest.MonkeyPatch.context() as patch:
-            forked([file, "serve", place, *modules], env=os.environ | environment, stdin=life)
-            patch.setenv(FORKS, place)
-            yield str(file)
-
-    return warm_workers
+def forked_engine(forked):
+    """`forked` of a process that has imported vLLM-Omni too, where that is there."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        yield forked
+        return
+    file, place = ROOT / "tests" / "forks.py", f"{os.environ[FORKS]}.engine.{os.getpid()}"
+    engines = {"OMNI_ROLLOUT_CPU": "1", "HUMMING_DISABLE_PARALLEL_BUILD": "1"}  # as `launch.start_engine` has it
+    life, held = os.pipe()
+    with open(life) as life, open(held):
+        forked([file, "serve", place, "vllm_omni"], env=os.environ | engines, stdin=life)
+        yield functools.partial(Forked, place)

@@ -175,6 +175,11 @@ def fork_workers():
     os.close(life)
     os.environ[FORKS] = place
     prepare_environment()
+    let_ray_ask()
+
+
+def let_ray_ask():
+    """Have a Ray that this process starts later ask for its workers."""
     from ray._private import parameter
 
     class Forking(parameter.RayParams):
@@ -208,6 +213,10 @@ if __name__ == "__main__":
         fork_workers()
         sys.argv = given
         runpy.run_path(given[0], run_name="__main__")
-    else:  # Ray
+    elif what == "ray":  # its command line
+        let_ray_ask()
+        sys.argv = sys.argv[1:]
+        runpy.run_module("ray.scripts.scripts", run_name="__main__")
+    else:  # Ray, for a worker
         arguments = [__file__, "work", *sys.argv[1:]]
         ask(os.environ[FORKS], arguments, dict(os.environ), os.getcwd(), (0, 1, 2)).recv(8)  # it has been forked

@@ -102,25 +102,9 @@ def free_port():
         return probe.getsockname()[1]
 
 
-RAY = """
-import sys
-from ray._private import parameter
-
-path = sys.argv.pop(1)
-
-class Forking(parameter.RayParams):
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options, setup_worker_path=path)
-
-parameter.RayParams = Forking
-from ray.scripts.scripts import main
-main()
-"""
-
-
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory, warm_workers):
-    """`ray start --head` in a folder of its own with a new HOME; (address, environment)."""
+def cluster(tmp_path_factory):
+    """`ray start --head` in a folder of its own with a new HOME; (address, environment). Its workers are forks."""
     place = tmp_path_factory.mktemp("elsewhere")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"HOME": str(place)}
     temp = Path("/tmp") / f"ray-test-{os.getpid()}"  # not in pytest's folder, whose path is too long for Ray's sockets
@@ -132,29 +116,22 @@ def cluster(tmp_path_factory, warm_workers):
         "object-store-memory": 200_000_000,
         "temp-dir": temp,
     }
-    with warm_workers(**environment) as path:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-c", RAY, path, "start", "--head", "--block", "--disable-usage-stats"),
-                *(f"--{key}={value}" for key, value in options.items()),
-            ],
-            cwd=place,
-            env=environment | {"FORKS": os.environ["FORKS"]},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        address = None
-        deadline = time.monotonic() + 120
-        for line in process.stdout:
-            assert time.monotonic() < deadline
-            if found := re.search(r"--address='([^']+)'", line):
-                address = found[1]
-                break
-        assert address, "ray start did not come up"
-        yield address, environment
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
+    ray = [sys.executable, ROOT / "tests" / "forks.py", "ray"]
+    process = subprocess.Popen(
+        [*ray, "start", "--head", "--block", "--disable-usage-stats", *(f"--{k}={value}" for k, value in options.items())],
+        cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    address = None
+    deadline = time.monotonic() + 120
+    for line in process.stdout:
+        assert time.monotonic() < deadline
+        if found := re.search(r"--address='([^']+)'", line):
+            address = found[1]
+            break
+    assert address, "ray start did not come up"
+    yield address, environment
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
     shutil.rmtree(temp, ignore_errors=True)
     assert [
         p.name for p in place.iterdir() if not p.name.startswith(".")
@@ -198,12 +175,12 @@ print("gathered", len(payload.tensors))
 """
 
 
-def test_the_engines_own_workers_meet_at_the_first_ones_node(cluster):
+def test_the_engines_own_workers_meet_at_the_first_ones_node(cluster, forked, tmp_path):
     address, environment = cluster
-    done = subprocess.run(
-        [sys.executable, "-c", WORKERS, address, builtin("models", "tiny_qwen_image")],
-        env=environment | {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 before Ray is imported" in done.stdout
-    assert "gathered" in done.stdout
+    (tmp_path / "workers.py").write_text(WORKERS)
+    command = [tmp_path / "workers.py", address, builtin("models", "tiny_qwen_image")]
+    program = forked(command, env=environment | {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"})
+    out, err = program.communicate(timeout=300)
+    assert program.returncode == 0, err[-4000:]
+    assert "RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 before Ray is imported" in out
+    assert "gathered" in out

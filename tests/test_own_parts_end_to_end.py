@@ -166,7 +166,7 @@ def own(place):
     ]
 
 
-def test_all_of_them_train(own, place, start, small, metric_rows, tmp_path):
+def test_all_of_them_train(own, place, start, forked_engine, small, metric_rows, tmp_path):
     """Where vLLM-Omni has no wheel, without the pipeline."""
     folder = tmp_path / "run"
     mine = [
@@ -181,7 +181,8 @@ def test_all_of_them_train(own, place, start, small, metric_rows, tmp_path):
     if (sys.platform, platform.machine()) == ("linux", "x86_64"):
         mine.append("rollout.backend=vllm_omni")
     steps = ["trainer.total_steps=2", "trainer.val_every=2"]
-    done = start("flowgrpo", *small, *own, *mine, *steps, f"trainer.run_dir={folder}").wait(timeout=290)
+    arguments = [*small, *own, *mine, *steps, f"trainer.run_dir={folder}"]
+    done = start("flowgrpo", *arguments, forked=forked_engine).wait(timeout=290)
     assert done.code == 0, done.err[-4000:]
     assert done.left_over == []
     rows = metric_rows(folder)

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import hashlib
 import os
-import platform
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +23,8 @@ from omni_rollout.vllm_omni.replica import vLLMOmniReplica
 from omni_rollout.vllm_omni.server import vLLMOmniHttpServer
 from sde_samplers import SamplerSettings
 
-TINY = Path(__file__).resolve().parents[2] / "ray-trainer" / "src" / "ray_trainer" / "assets" / "tiny_qwen_image"
-ENGINE_RUNS_HERE = (sys.platform, platform.machine()) == ("linux", "x86_64")
+ROOT = Path(__file__).resolve().parents[3]
+TINY = ROOT / "packages" / "ray-trainer" / "src" / "ray_trainer" / "assets" / "tiny_qwen_image"
 
 
 def pytest_configure():
@@ -119,18 +118,17 @@ def runner():
 
 
 @pytest.fixture(scope="session")
-def cluster(warm_workers):
-    """Two Ray nodes on this machine, with GPUs that exist only in Ray's books."""
+def cluster(forked_engine):
+    """Two Ray nodes on this machine, with GPUs that exist only in Ray's books. Its workers are forks."""
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     import ray
     from ray.cluster_utils import Cluster
 
-    engines = {"OMNI_ROLLOUT_CPU": "1", "HUMMING_DISABLE_PARALLEL_BUILD": "1"}  # as `launch.start_engine` has it
-    with warm_workers(*["vllm_omni"] * ENGINE_RUNS_HERE, **engines) as path:
-        cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 2, "setup_worker_path": path}
-        )
-        cluster.add_node(num_cpus=2, num_gpus=2, setup_worker_path=path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FORKS", forked_engine.args[0])
+        node = {"num_gpus": 2, "setup_worker_path": str(ROOT / "tests" / "forks.py")}
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **node})
+        cluster.add_node(num_cpus=2, **node)
         ray.init(address=cluster.address, log_to_driver=False)
         yield cluster
         ray.shutdown()
