@@ -70,7 +70,11 @@ def test_an_improved_picture_is_found_and_the_run_is_stopped(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(("limit", "last"), [("250", "sys.exit(3)"), ("0", "time.sleep(250)")])
-def test_none_is_a_failure(tmp_path, capfd, limit, last):
+def test_none_is_a_failure(tmp_path, capfd, monkeypatch, limit, last):
+    create = first_picture.venv.create
+    monkeypatch.setattr(
+        first_picture.venv, "create", lambda place, with_pip: create(place)
+    )  # pip takes longer than the rest
     source = repository(tmp_path / "source", [0.5, 0.5], last)
     assert first_picture.main([source, "--limit-s", limit]) == 1
     said = capfd.readouterr().out

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 
@@ -25,15 +24,16 @@ two_cards = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL joins
         pytest.param("nccl", ("cuda:0", "cuda:1"), marks=two_cards),
     ],
 )
-def test_another_process_holds_what_was_sent_and_proves_it(kind, devices):
+def test_another_process_holds_what_was_sent_and_proves_it(forked, kind, devices):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{free.getsockname()[1]}" if kind == "nccl" else uuid.uuid4().hex
-    command = [sys.executable, str(Path(__file__).with_name("link_receiver.py")), kind, place, devices[1]]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    ours, theirs = os.pipe()
+    with open(theirs) as theirs:
+        process = forked([Path(__file__).with_name("link_receiver.py"), kind, place, devices[1]], stdout=theirs)
     module = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 4)).to(devices[0])
     try:
-        with Link(kind, place, 1).sender(devices[0]) as transport:
+        with open(ours) as said, Link(kind, place, 1).sender(devices[0]) as transport:
             for version in (1, 2):
                 with torch.no_grad():
                     module[0].weight.mul_(1.5)
@@ -42,7 +42,7 @@ def test_another_process_holds_what_was_sent_and_proves_it(kind, devices):
                 assert len(buckets) > 1
                 for bucket in buckets:
                     transport.send(bucket, timeout=60)
-                receipt = WeightReceipt(**json.loads(process.stdout.readline()))
+                receipt = WeightReceipt(**json.loads(said.readline()))
                 assert verify_weights(stream.receipt, receipt).tensors_bound == 4
         assert process.wait(60) == 0
     finally:

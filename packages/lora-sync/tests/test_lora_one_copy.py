@@ -1,8 +1,6 @@
 """Frozen weights that a second process uses where they lie: layouts, values, and a real second process."""
 
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,17 +40,15 @@ def test_what_is_laid_out_otherwise_is_not_lent(module, layout):
     assert lend(module, {WHOLE: layout, "blocks.0.attn.to_out.weight": layout}, "qwen_image") == {}
 
 
-def test_a_process_maps_the_memory(module, tmp_path):
+def test_a_process_maps_the_memory(module, forked, tmp_path):
     (tmp_path / "loans").write_bytes(pickle.dumps(lend(module, {WHOLE: Layout(torch.float32, (12, 6))}, "qwen_image")))
     q = module["blocks"][0]["attn"]["to_q"].weight
     first = float(q.detach()[0, 0])
-    script = Path(__file__).with_name("borrower.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "loans")], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = forked([Path(__file__).with_name("borrower.py"), tmp_path / "loans"])
+    said, errors = done.communicate(timeout=120)
+    assert done.returncode == 0, errors[-2000:]
     sums = float(sum(module["blocks"][0]["attn"][f"to_{x}"].weight.detach().double().sum() for x in "qkv"))
-    name, *shape, told = done.stdout.split()
+    name, *shape, told = said.split()
     assert (name, " ".join(shape)) == (WHOLE, "(12, 6)")
     assert abs(float(told) - (sums - 1)) < 1e-5
     assert abs(float(q.detach()[0, 0]) - (first + 1)) < 1e-6

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -194,11 +192,10 @@ def test_ring_notices_that_the_other_side_is_gone():
         receiver.close()
 
 
-def test_a_receiving_process_that_dies_in_the_middle():
+def test_a_receiving_process_that_dies_in_the_middle(forked):
     name = f"test-{uuid.uuid4().hex[:8]}"
-    script = Path(__file__).with_name("shm_receiver.py")
     with SharedMemoryTransport(name, "sender") as sender:
-        process = subprocess.Popen([sys.executable, str(script), name], stdout=subprocess.PIPE, text=True)
+        process = forked([Path(__file__).with_name("shm_receiver.py"), name])
         try:
             messages = [payload(version, 400_000) for version in (1, 2)]
             for message in messages:
