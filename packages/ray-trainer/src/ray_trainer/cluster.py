@@ -136,7 +136,12 @@ def cluster_address(config: RayConfig) -> str:
 
 JOIN_TIMEOUT_S = 30.0
 _JOIN = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='CRITICAL')"
-_PATIENCE = {"RAY_gcs_rpc_server_connect_timeout_s": "3", "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+# The last counts attempts, one a second: 20 by default, also where the token is refused each time.
+_PATIENCE = {
+    "RAY_gcs_rpc_server_connect_timeout_s": "3",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
+    "RAY_NUM_REDIS_GET_RETRIES": "5",
+}
 
 
 def _check_cluster(address: str) -> None:
@@ -171,6 +176,19 @@ def _check_cluster(address: str) -> None:
 def available_cpus() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+SYSTEM = {
+    # Ray's head would keep a record of each of the last 100,000 calls, and every process those it has not sent: 60 MB after 18,000
+    # calls, for a dashboard that is not there.
+    "task_events_report_interval_ms": 0,
+    # The head gives a raylet up after five looks that find none. With Ray's 3 s between two, a run ended 19 s after the death of
+    # its raylet; now after 8 s.
+    "health_check_period_ms": 1000,
+    # Ray would start a worker for each core that nobody has asked for.
+    "prestart_worker_first_driver": False,
+}
+"""Settings of a local Ray that differ from Ray's own."""
 
 
 @contextmanager
@@ -216,10 +234,7 @@ def ray_session(config: RayConfig) -> Iterator[None]:
                 # Ray opens its folder to every user, and writes variables of a runtime_env into its logs: the outer one is closed,
                 # and the processes inherit what they need.
                 _temp_dir=str(folder / "ray"),
-                # Ray's head would keep a record of each of the last 100,000 calls, and every process those it has not sent: 60 MB
-                # after 18,000 calls, for a dashboard that is not there. It gives a raylet up after
-                # five looks that find none; at its 3 s between two, a run whose raylet was gone ended 19 s later, now after 8 s.
-                _system_config={"task_events_report_interval_ms": 0, "health_check_period_ms": 1000},
+                _system_config=SYSTEM,
                 runtime_env=hook,
                 **env,
             )
