@@ -212,7 +212,10 @@ def rewound():
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory, worker_id):
-    """One small run of the main program from beginning to end, shared by all processes of this pytest."""
+    """One small run of the main program from beginning to end, shared by all processes of this pytest.
+
+    `home`, beside its folder, is what it had as HOME.
+    """
     base = tmp_path_factory.getbasetemp()
     shared = (base if worker_id == "master" else base.parent) / "flowgrpo"
     shared.mkdir(exist_ok=True)
@@ -220,7 +223,9 @@ def finished_run(tmp_path_factory, worker_id):
     with (shared / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not result.exists():
-            done = Program("flowgrpo", *SMALL, f"trainer.run_dir={folder}").wait()
+            (shared / "home").mkdir()
+            env = {"HOME": str(shared / "home")}
+            done = Program("flowgrpo", *SMALL, f"trainer.run_dir={folder}", env=env).wait()
             result.write_text(json.dumps(dataclasses.asdict(done)))
     done = Finished(**json.loads(result.read_text()))
     assert done.code == 0, done.err[-4000:]

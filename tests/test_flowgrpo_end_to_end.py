@@ -19,6 +19,11 @@ def test_it_prints_before_and_after_and_leaves_no_process(finished_run):
     assert done.left_over == []
 
 
+def test_its_ray_leaves_no_token_behind(finished_run):
+    folder, _ = finished_run
+    assert not (folder.parent / "home" / ".ray").exists()
+
+
 def test_the_run_folder_is_complete(finished_run, metric_rows):
     folder, _ = finished_run
     assert {p.name for p in folder.iterdir()} >= {

@@ -24,7 +24,7 @@ with ray_session(RayConfig(num_cpus=2, object_store_mb=80)):
     time.sleep(600)
 """
 JOIN = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='CRITICAL'); print('joined')"
-PATIENCE = {"RAY_gcs_rpc_server_connect_timeout_s": "3", "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+PATIENCE = {"RAY_NUM_REDIS_GET_RETRIES": "1"}  # it would try 20 times
 
 
 def until(condition, timeout):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,29 +59,18 @@ def session(home, address="", times=1, patience=cluster.JOIN_TIMEOUT_S, **env):
     return done.returncode, done.stdout, done.stderr, time.monotonic() - start
 
 
-def test_a_local_ray_leaves_no_token_behind(tmp_path):
-    code, out, err, _ = session(tmp_path)
-    assert code == 0, err
-    assert out == "answer 42\n"
-    assert not (tmp_path / ".ray").exists()
-
-
-def test_a_cluster_that_is_gone_is_one_line_within_half_a_minute(tmp_path):
-    assert cluster.JOIN_TIMEOUT_S == 30
-    code, _, err, seconds = session(tmp_path, "127.0.0.1:1", patience=9)
-    assert code == 2
-    assert "no Ray cluster answers at ray.address='127.0.0.1:1'" in err
-    assert err.count("\n") == 1
-    assert seconds < 39  # 9 s for the answer; the rest is for a busy machine that starts Python
-
-
-def test_a_port_where_something_else_listens_is_no_cluster(monkeypatch):
-    monkeypatch.setattr(cluster, "JOIN_TIMEOUT_S", 7.0)
-    with socket.socket() as silent:
+@pytest.fixture(scope="module", autouse=True)
+def nobody(tmp_path_factory):
+    """What `session` gives, in the end, where no cluster answers: at a port that is closed, and at one where something listens."""
+    home = tmp_path_factory.mktemp("nobody")
+    with socket.socket() as silent, ThreadPoolExecutor() as beside:  # they only wait, while other tests run
         silent.bind(("127.0.0.1", 0))
         silent.listen(4)
-        with pytest.raises(TrainerError, match="no Ray cluster answers at"):
-            cluster._check_cluster(f"127.0.0.1:{silent.getsockname()[1]}")
+        ports = {"closed": (1, 9), "silent": (silent.getsockname()[1], 7)}
+        yield {
+            name: (port, beside.submit(session, home, f"127.0.0.1:{port}", patience=patience))
+            for name, (port, patience) in ports.items()
+        }
 
 
 def test_the_environment_names_the_cluster_too(monkeypatch):
@@ -123,29 +113,27 @@ def head(tmp_path_factory):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_cluster_with_a_token_is_joined_from_where_the_token_is(head, tmp_path):
-    home, address = head
-    code, out, err, _ = session(home, address)
-    assert (code, out) == (0, "answer 42\n"), err
-    code, out, err, _ = session(tmp_path, address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="5e" * 32)
-    assert (code, out) == (0, "answer 42\n"), err
+GIVEN = ("HF_HOME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "WANDB_MODE", "https_proxy", "HTTPS_PROXY", "OPENAI_API_KEY")
 
 
-def test_a_joined_clusters_processes_get_the_variables_of_the_list_and_no_others(head, tmp_path):
-    named = (
-        "HF_HOME",
-        "NCCL_IB_HCA",
-        "GLOO_SOCKET_IFNAME",
-        "WANDB_MODE",
-        "https_proxy",
-        "HTTPS_PROXY",
-        "OPENAI_API_KEY",
-    )
-    given = {name: f"mark-{place}" for place, name in enumerate(named)}
+@pytest.fixture(scope="module")
+def joined(head):
+    """What a session says that joined from where the token is, with these variables and some that are no cluster's business."""
     home, address = head
+    given = {name: f"mark-{place}" for place, name in enumerate(GIVEN)}
     code, out, err, _ = session(home, address, AWS_SECRET_ACCESS_KEY="mark-no", GITHUB_TOKEN="mark-no", **given)
     assert code == 0, err
-    assert out.splitlines()[1:] == sorted(f"{name}={value}" for name, value in given.items())
+    return out.splitlines()
+
+
+def test_a_cluster_with_a_token_is_joined_from_where_the_token_is(head, joined, tmp_path):
+    assert joined[0] == "answer 42"
+    code, out, err, _ = session(tmp_path, head[1], RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="5e" * 32)
+    assert (code, out) == (0, "answer 42\n"), err
+
+
+def test_a_joined_clusters_processes_get_the_variables_of_the_list_and_no_others(joined):
+    assert joined[1:] == sorted(f"{name}=mark-{place}" for place, name in enumerate(GIVEN))
 
 
 def test_one_process_of_each_machine_fetches_the_model_before_all_of_them_load_it(monkeypatch):
@@ -181,6 +169,17 @@ def test_a_missing_token_is_said(head, tmp_path):
     code, _, err, _ = session(tmp_path, head[1])
     assert code == 2
     assert "demands a token that this machine does not have" in err
+
+
+@pytest.mark.parametrize("where", ["closed", "silent"])
+def test_a_cluster_that_is_gone_is_one_line_within_half_a_minute(nobody, where):
+    assert cluster.JOIN_TIMEOUT_S == 30
+    port, done = nobody[where]
+    code, _, err, seconds = done.result()
+    assert code == 2
+    assert f"no Ray cluster answers at ray.address='127.0.0.1:{port}'" in err
+    assert err.count("\n") == 1
+    assert seconds < 39  # 9 s for the answer; the rest is for a busy machine that starts Python
 
 
 def test_the_object_store_must_fit_the_machine():
