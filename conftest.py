@@ -109,5 +109,5 @@ def forked_engine(forked):
     engines = {"OMNI_ROLLOUT_CPU": "1", "HUMMING_DISABLE_PARALLEL_BUILD": "1"}  # as `launch.start_engine` has it
     life, held = os.pipe()
     with open(life) as life, open(held):
-        forked([file, "serve", place, "vllm_omni"], env=os.environ | engines, stdin=life)
+        forked([file, "serve", place, "omni_rollout.vllm_omni.cpu.worker"], env=os.environ | engines, stdin=life)
         yield functools.partial(Forked, place)

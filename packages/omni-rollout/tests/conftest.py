@@ -126,6 +126,9 @@ def cluster(forked_engine):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FORKS", forked_engine.args[0])
+        patch.setenv(
+            "RAY_kill_worker_timeout_milliseconds", "500"
+        )  # a process that is stopped would cost the usual 5 s
         node = {"num_gpus": 2, "setup_worker_path": str(ROOT / "tests" / "forks.py")}
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **node})
         cluster.add_node(num_cpus=2, **node)

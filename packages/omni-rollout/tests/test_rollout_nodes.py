@@ -36,7 +36,7 @@ def test_a_process_that_hangs_costs_one_deadline_and_is_ended(
     async def run():
         fleet = await Fleet.launch(config, tiny, cpus=0.5)
         (hosted,) = fleet.router.replicas
-        router = Router([hosted, embedded], RouterConfig(request_timeout_s=3.0))
+        router = Router([hosted, embedded], RouterConfig(request_timeout_s=2.0))
         pid = await hosted.backend.call(HostedDiffusersBackend.pid)
         task = asyncio.ensure_future(collect(router, requests))
         while not (await hosted.health()).generated:

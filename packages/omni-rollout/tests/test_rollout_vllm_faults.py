@@ -77,7 +77,7 @@ def test_a_killed_engine_comes_back_at_the_newest_adapters(
 ):
     """The process dies in the middle of a batch, and the batch is as if it had not."""
     payloads = {"default": adapter(40, seed=6), "old": adapter(40, seed=7)}
-    requests = [make_request(i, num_inference_steps=40, adapter=("default", "old")[i // 8 % 2]) for i in range(32)]
+    requests = [make_request(i, num_inference_steps=20, adapter=("default", "old")[i // 8 % 2]) for i in range(32)]
 
     async def run():
         for name, payload in payloads.items():
