@@ -211,8 +211,11 @@ if __name__ == "__main__":
         work(given)
     elif what == "program":  # an app, or `one_ray.py`
         fork_workers()
-        sys.argv = given
-        runpy.run_path(given[0], run_name="__main__")
+        module, sys.argv = given[0] == "-m", given[given[0] == "-m" :]
+        (runpy.run_module if module else runpy.run_path)(sys.argv[0], run_name="__main__")
+    elif what == "python":  # a program, where a shell would start it
+        line = ask(os.environ[FORKS], [__file__, "program", *given], dict(os.environ), os.getcwd(), (0, 1, 2))
+        sys.exit(int.from_bytes(line.recv(16, socket.MSG_WAITALL)[8:], "big", signed=True))
     elif what == "ray":  # its command line
         let_ray_ask()
         sys.argv = sys.argv[1:]

@@ -10,25 +10,32 @@ from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.ipynb"))
 ENOUGH = "STEPS, PROMPTS = 1, 2"
+FORKS = f"import sys\nsys.executable += ' {Path(__file__).with_name('forks.py')} python'"  # what they start is a fork
 
 
-@pytest.mark.parametrize(
-    "file",
-    # One with every change: a notebook starts a whole run, a minute on two cores.
-    [pytest.param(f, id=f.stem, marks=() if f.stem == "flowgrpo" else pytest.mark.nightly) for f in NOTEBOOKS],
-)
-def test_it_runs(file, tmp_path):
-    notebook = nbformat.read(file, as_version=4)
-    (settings,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
-    settings.source = re.sub(r"^STEPS, PROMPTS = \d+, \d+", ENOUGH, settings.source)
-    assert settings.source.startswith(ENOUGH)
-    NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    shown = [kind for cell in notebook.cells for out in cell.get("outputs", ()) for kind in out.get("data", ())]
-    assert shown.count("image/svg+xml") == 1  # the curve
-    assert shown.count("image/png") == 2  # before and after, and stock diffusers
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert (folder / "lora").is_dir()
-    assert (folder / "report.html").is_file()
+def test_they_run(tmp_path):
+    """One after the other in one kernel, which imports torch and diffusers once, and forgets every name between them."""
+    notebooks = [nbformat.read(file, as_version=4) for file in NOTEBOOKS]
+    cells = [nbformat.v4.new_code_cell(FORKS)]
+    assert len(notebooks) == 2
+    for notebook in notebooks:
+        (settings,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
+        settings.source = re.sub(r"^STEPS, PROMPTS = \d+, \d+", ENOUGH, settings.source)
+        assert settings.source.startswith(ENOUGH)
+        cells += [*notebook.cells, nbformat.v4.new_code_cell("%reset -f")]
+    for number, cell in enumerate(cells):
+        cell["id"] = str(number)
+    both = nbformat.v4.new_notebook(cells=cells, metadata=notebooks[0].metadata)
+    NotebookClient(both, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    for notebook in notebooks:
+        shown = [kind for cell in notebook.cells for out in cell.get("outputs", ()) for kind in out.get("data", ())]
+        assert shown.count("image/svg+xml") == 1  # the curve
+        assert shown.count("image/png") == 2  # before and after, and stock diffusers
+    folders = list((tmp_path / "runs").iterdir())
+    assert len(folders) == len(notebooks)
+    for folder in folders:
+        assert (folder / "lora").is_dir()
+        assert (folder / "report.html").is_file()
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=[file.stem for file in NOTEBOOKS])
