@@ -16,7 +16,6 @@ from model_specs import tiny
 from omni_rollout.diffusers_backend import DiffusersBackend
 from omni_rollout.router import Router
 from omni_rollout.samples import parted
-from ray_trainer.assets import builtin
 from ray_trainer.cli import run
 from ray_trainer.group import WorkerGroup
 from ray_trainer.workers import ActorRolloutRefWorker as Worker
@@ -64,8 +63,14 @@ class Events:
         return SimpleNamespace(score=float(picture.float().std()), components={}, error=None, look=())
 
 
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """Folder of a policy of two narrow blocks, as it does not matter what is drawn."""
+    return tiny.build("qwen_image", tmp_path_factory.mktemp("model"))
+
+
 @pytest.fixture
-def program(one_process, monkeypatch, tmp_path, metric_rows, micro):
+def program(one_process, monkeypatch, tmp_path, metric_rows, micro, narrow):
     """Runs a program here; (exit code, rows of its metrics, events)."""
 
     def start(app, *arguments, folder="run", gated=True):
@@ -79,9 +84,8 @@ def program(one_process, monkeypatch, tmp_path, metric_rows, micro):
         with monkeypatch.context() as patch:
             patch.setattr(Worker, "generate", generate)
             patch.setattr(one_process.Rewards, "score_all", lambda self, samples: events.score_all(samples))
-            code = run(
-                PROGRAMS[app], [f"recipe={RECIPES[app]}", *micro, f"trainer.run_dir={tmp_path / folder}", *arguments]
-            )
+            keys = [f"recipe={RECIPES[app]}", *micro, f"model.path={narrow}", f"trainer.run_dir={tmp_path / folder}"]
+            code = run(PROGRAMS[app], [*keys, *arguments])
         return code, metric_rows(tmp_path / folder), events.seen
 
     return start
@@ -138,9 +142,9 @@ def test_what_waited_under_another_config_is_drawn_anew(program, rewound, tmp_pa
 class Fleet:
     """A replica with weights of its own, whose drawing needs the driver's event loop again and again."""
 
-    def __init__(self, here, events):
+    def __init__(self, here, events, model):
         self.answer, self.events = here.Answer, events
-        self.policy = DiffusersBackend.from_pretrained(str(builtin("models", "tiny_qwen_image")), max_batch_size=2)
+        self.policy = DiffusersBackend.from_pretrained(str(model), max_batch_size=2)
         self.name, self.batch_size, self.router, self.fail = "replica-0", 2, Router([self]), 0
 
     async def draw(self, requests, owners=()):
@@ -162,17 +166,17 @@ class Fleet:
 
 
 def test_replicas_draw_beside_the_update_and_all_is_drawn_before_the_weights_come(
-    program, one_process, monkeypatch, tmp_path, metric_rows, micro
+    program, one_process, monkeypatch, tmp_path, metric_rows, micro, narrow
 ):
     events = Events(monkeypatch, gated=True)
 
     async def sampler(config, workers, say):
-        return ray_trainer.rollouts.FleetSampler(config, workers, Fleet(one_process, events), False)
+        return ray_trainer.rollouts.FleetSampler(config, workers, Fleet(one_process, events, narrow), False)
 
     monkeypatch.setattr(loop, "open_sampler", sampler)
     monkeypatch.setattr(one_process.Rewards, "score_all", lambda self, samples: events.score_all(samples))
     arguments = ["recipe=tiny_flow_grpo", *micro, "trainer.staleness=1", "rollout.max_batch_size=2"]
-    arguments += ["rollout.num_replicas=2", f"trainer.run_dir={tmp_path / 'fleet'}"]
+    arguments += ["rollout.num_replicas=2", f"trainer.run_dir={tmp_path / 'fleet'}", f"model.path={narrow}"]
     assert run(flowgrpo.cli.APP, arguments) == 0
     assert [e for e in events.seen if "val" not in e] == [
         *("sync 0", "draw step0", "update 0", "draw step1", "sync 1", "update 1", "draw step2", "sync 2"),
@@ -203,14 +207,8 @@ COMPARING = {
 }
 
 
-@pytest.fixture(scope="module")
-def narrow(tmp_path_factory):
-    """Folder of a policy of two narrow blocks, for tests to which it does not matter what is drawn."""
-    return tiny.build("qwen_image", tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-def policies(program, monkeypatch, narrow):
+def policies(program, monkeypatch):
     """Runs dpo-online; (rows, checksums of what drew each step's samples, and of the states that each step's loss read)."""
 
     def start(*arguments, **options):
@@ -247,8 +245,7 @@ def policies(program, monkeypatch, narrow):
             patch.setattr(Worker, "generate", generate)
             patch.setattr(Worker, "update_actor", update_actor)
             patch.setattr(PolicyStatesMixin, "use_adapter", using)
-            arguments = (*arguments, f"model.path={narrow}", "trainer.staleness=1")
-            code, rows, _ = program("dpo-online", *arguments, **options)
+            code, rows, _ = program("dpo-online", *arguments, "trainer.staleness=1", **options)
         assert code == 0
         return rows, drew, read
 
@@ -291,10 +288,11 @@ def test_a_batch_that_is_drawn_again_is_compared_with_the_policy_of_the_second_t
     assert len(set(drew.values())) == 3  # the third step's were drawn before the second update, as the second's anew
 
 
-def test_who_resumes_may_not_begin_to_draw_ahead_where_a_state_would_lack(program, micro, tmp_path, capsys):
+def test_who_resumes_may_not_begin_to_draw_ahead_where_a_state_would_lack(program, micro, narrow, tmp_path, capsys):
     assert program("dpo-online", "trainer.total_steps=1", gated=False)[0] == 0
     more = ["trainer.staleness=1", "trainer.allow_config_change=[trainer.staleness]", "trainer.on_existing=resume"]
-    assert run(PROGRAMS["dpo-online"], ["recipe=tiny_nft", *micro, f"trainer.run_dir={tmp_path / 'run'}", *more]) == 2
+    keys = ["recipe=tiny_nft", *micro, f"model.path={narrow}", f"trainer.run_dir={tmp_path / 'run'}"]
+    assert run(PROGRAMS["dpo-online"], [*keys, *more]) == 2
     assert "trained with other tensors (trainer.staleness" in capsys.readouterr().err
 
 
