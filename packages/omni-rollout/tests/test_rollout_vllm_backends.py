@@ -262,7 +262,7 @@ def test_sleep_wake_and_refusals(replica, draw, requests, runner, difference, ad
 
 
 def test_abort(replica, runner, make_request):
-    requests = [make_request(i, num_inference_steps=300) for i in range(4)]
+    requests = [make_request(i, num_inference_steps=60) for i in range(4)]
 
     async def run():
         task = asyncio.ensure_future(replica.generate(requests))
