@@ -115,6 +115,7 @@ def changes(size: Size, _: Path, report: Report) -> None:
         variant("off: rows reduced at once, forward", variants.rows_in_pieces, **alone)
         variant("off: heads joined by one kernel, forward", variants.heads_by_the_compiler, **alone)
         variant("off: an adapter's sum inside that kernel, forward", variants.sums_before_heads, **alone)
+        variant("off: GELU inside its product, forward", variants.gelu_after_product, **alone)
         variant("off: GELU by one exponential", variants.gelu_by_tanh)
         variant("on: fp8 weights, forward", lambda: fp8_weights(engine.module), **alone, exact=0.3)
         with report.section("profile in fp8"), fp8_weights(engine.module):
@@ -170,7 +171,7 @@ def sizes(size: Size, _: Path, report: Report) -> None:
         for kind, measure in (("plain", plain), ("ours", ours)):
             with report.section(f"{name}, {kind}", 40) as go:
                 if go:
-                    forward, update, values = measure(work)
+                    forward, update, values = measure(work, report)
                     step = 10 * forward / work.batch + 2 * update / work.micro
                     speed[kind] = 1 / step
                     report(
@@ -183,13 +184,26 @@ def sizes(size: Size, _: Path, report: Report) -> None:
             report(f"{name}, ours over plain", times=speed["ours"] / speed["plain"])
 
 
-def ours(work: Work) -> tuple[float, float, dict[str, Any]]:
-    """(seconds of a guided forward of a batch, of a guided update of a micro-batch, the rest)."""
+def ours(work: Work, report: Report) -> tuple[float, float, dict[str, Any]]:
+    """(seconds of a guided forward of a batch, of a guided update of a micro-batch, the rest); and where the time goes."""
+    import torch
+
     engine = policy(work)
-    return passes(engine, work, engine.velocity)
+    found = passes(engine, work, engine.velocity)
+    with torch.no_grad(), profiled(report, f"{work.architecture}, forward"):
+        engine.velocity(**inputs(engine, work, work.batch))
+    with profiled(report, f"{work.architecture}, update"):
+        gradient(engine, inputs(engine, work, work.micro))
+    return found
 
 
-def plain(work: Work) -> tuple[float, float, dict[str, Any]]:
+def times_of_tokens(_: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of Wan's transformer as diffusers' own pipeline gives them for the 5B: a timestep for each token."""
+    x, timestep, *others = given
+    return x, timestep[:, None].expand(-1, x[0, 0].numel() // 4), *others
+
+
+def plain(work: Work, _: Report) -> tuple[float, float, dict[str, Any]]:
     """The same of stock diffusers and PEFT: eager, fp32 adapter under autocast, gradient checkpointing."""
     import torch
     from peft.tuners.lora import Linear
@@ -199,6 +213,8 @@ def plain(work: Work) -> tuple[float, float, dict[str, Any]]:
         if isinstance(layer, Linear):
             layer.__class__ = Linear
     engine.module.enable_gradient_checkpointing()
+    if work.architecture == "wan":
+        engine.module.register_forward_pre_hook(times_of_tokens)
     return passes(engine, work, torch.autocast(device(), torch.bfloat16, enabled=not CPU)(engine.velocity))
 
 

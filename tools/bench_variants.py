@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -73,34 +72,53 @@ def fa4_attention() -> Iterator[None]:
 
 def sums_before_heads() -> Any:
     """What the adapter adds to queries and keys, added by a kernel of the compiler's."""
-    from fsdp_diffusers_engine.joined_heads import joined_heads
+    from model_specs.joined_heads import joined_heads
 
     def sums(text: Any, image: Any, text_added: Any, image_added: Any, *others: Any) -> Any:
         return joined_heads(text + text_added, image + image_added, *others)
 
-    return patch("fsdp_diffusers_engine.joined_heads.joined_heads_of_sums", sums)
+    return patch("model_specs.joined_heads.joined_heads_of_sums", sums)
 
 
-def gelu_by_tanh() -> Any:
+def gelu_after_product() -> Any:
+    """GELU as a kernel of its own, where a block samples too."""
+    return patch("fsdp_diffusers_engine.gelu.takes_product", lambda *_: False)
+
+
+@contextlib.contextmanager
+def gelu_by_tanh() -> Iterator[None]:
     """GELU as the compiler makes it by itself."""
-    import torch.nn.functional as F
+    import torch
+    from torch._inductor import decomposition
 
-    return patch("fsdp_diffusers_engine.gelu.gelu_by_exponential", partial(F.gelu, approximate="tanh"))
+    table: Any = decomposition.decompositions
+    names = torch.ops.aten.gelu.default, torch.ops.aten.gelu_backward.default
+    stock = {name: table[name].args[0] for name in names}
+    with gelu_after_product(), patch.dict(table, stock), _compiled_anew():
+        decomposition.fast_random_decomps.cache_clear()
+        yield
+    decomposition.fast_random_decomps.cache_clear()
 
 
 @contextlib.contextmanager
 def rows_in_pieces() -> Iterator[None]:
     """Reductions of long rows as the compiler makes them by itself."""
-    from torch._inductor import config
     from torch._inductor.choices import InductorChoices
 
     ours: Any = InductorChoices.should_use_persistent_reduction
     InductorChoices.should_use_persistent_reduction = staticmethod(ours.args[0])  # type: ignore[method-assign]
     try:
-        with config.patch(force_disable_caches=True):  # whose keys do not know of this
+        with _compiled_anew():
             yield
     finally:
         InductorChoices.should_use_persistent_reduction = staticmethod(ours)  # type: ignore[method-assign]
+
+
+def _compiled_anew() -> Any:
+    """Without the graphs that are kept, whose keys do not know of what was changed."""
+    from torch._inductor import config
+
+    return config.patch(force_disable_caches=True)
 
 
 def heads_by_the_compiler() -> Any:

@@ -163,7 +163,7 @@ def test_a_checkpoint_goes_on_bitwise(
 
 
 def test_heads_of_a_sum_are_rounded_as_the_sum_is() -> None:
-    from fsdp_diffusers_engine.joined_heads import joined_heads, joined_heads_of_sums
+    from model_specs.joined_heads import joined_heads, joined_heads_of_sums
 
     draw = torch.Generator("cuda").manual_seed(0)
 

@@ -7,8 +7,9 @@ import sys
 CHECK = """
 import copy, torch
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
-from fsdp_diffusers_engine import compiling, joined_heads, rotary
+from fsdp_diffusers_engine import compiling, rotary
 from fsdp_diffusers_engine.adapted_linear import AdaptedLinear
+from model_specs import joined_heads
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear
 
@@ -59,6 +60,11 @@ rest = [torch.ones(16).bfloat16()] * 2 + [torch.view_as_real(each) for each in r
 found, wanted = of_sums(text, image, *more, *rest), joined_heads.joined_heads(text + more[0], image + more[1], *rest)
 off = (found - wanted).float().norm() / wanted.float().norm()
 assert off < 0.01, off  # to the bit on a card; the interpreter cuts what a card rounds
+
+joint = [torch.cat([torch.randn_like(each), each, torch.randn_like(each)], dim=-1) for each in (text, image)]
+slices = [each[..., 48:96] for each in joint]  # as an engine has them, whose layer gives query, key and value at once
+assert not slices[0].is_contiguous()
+assert torch.equal(joined_heads.joined_heads(*slices, *rest), joined_heads.joined_heads(text, image, *rest))
 print("agrees")
 """
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_specs import get_spec, get_spec_for, training_flops
+from model_specs import get_spec, training_flops
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -53,14 +53,8 @@ def test_training_multiplies_the_forward() -> None:
 
 
 def test_defaults_are_the_published_models() -> None:
-    """An empty config means the full-size model; the 5B's token-wise time embedding is counted where it is used."""
+    """An empty config means the full-size model."""
     for name, tokens in (("qwen_image", 128), ("sd3", 333), ("flux", 512), ("z_image", 96), ("wan", 512)):
         spec = get_spec(name)
         size = SimpleNamespace(height=512, width=512, num_frames=81 if name == "wan" else 1)
         assert spec.flops({}, 2, size, tokens) == pytest.approx(2 * spec.flops({}, 1, size, tokens))
-
-
-def test_5b_counts_time_per_token(tiny_folder: Callable[[str], Any]) -> None:
-    plain, expanded = get_spec("wan"), get_spec_for(tiny_folder("wan_5b"))
-    assert expanded.pipeline_config["expand_timesteps"]
-    assert not plain.pipeline_config

@@ -9,6 +9,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import cloudpickle
 import pytest
@@ -317,11 +319,15 @@ class LendingServer(vLLMOmniHttpServer):
         from omni_rollout.vllm_omni.denoise import RolloutMixin
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        class Pipeline(RolloutMixin, torch.nn.Module):
+        class Engines(torch.nn.Module):
+            def __init__(self, *, od_config):
+                super().__init__()
+
+        class Pipeline(RolloutMixin, Engines):
             pass
 
         late, there = torch.nn.Linear(2, 2, device="meta"), torch.nn.Linear(2, 2)
-        pipeline, kept = Pipeline(), there.weight.detach().clone()
+        pipeline, kept = Pipeline(od_config=SimpleNamespace(enforce_eager=True)), there.weight.detach().clone()
         pipeline.transformer = torch.nn.ModuleDict({"late": late, "there": there})
         get_layerwise_info(late).restore_device = torch.device("meta")
         pipeline.to(torch.device("cpu"))
@@ -346,6 +352,54 @@ class LendingServer(vLLMOmniHttpServer):
         adapters = WorkerAdapters(pipeline, {}, torch.device("cpu"), torch.float32)
         facts = adapters.bind(make_request(payload, 1, "default", "any"))
         return facts, layer.quant_method.apply(layer, torch.eye(6))
+
+    async def attended_jointly(self, mask):
+        """Largest difference between Qwen-Image's attention as the engine has it and as its compiled blocks have it, the kernel's part
+        by plain operations; and the largest value."""
+        from omni_rollout.vllm_omni.pipelines.qwen_attention import JoinedAttention
+        from torch import nn
+        from vllm_omni.diffusion.layers.rope import RotaryEmbedding
+        from vllm_omni.diffusion.models.qwen_image.qwen_image_transformer import QwenImageCrossAttention
+
+        B, T, S, H, D, C = 2, 3, 5, 2, 8, 6
+
+        def joined(text, image, text_norm, image_norm, text_angle, image_angle, eps):
+            parts = []
+            for x, norm, angle in ((text, text_norm, text_angle), (image, image_norm, image_angle)):
+                heads = nn.functional.rms_norm(x.unflatten(-1, (H, D)), (D,), norm, eps).unflatten(-1, (-1, 2))
+                turned = torch.view_as_complex(heads.contiguous()) * torch.view_as_complex(angle)[:, None]
+                parts.append(torch.view_as_real(turned).flatten(-2))
+            return torch.cat(parts, dim=1)
+
+        def attend(query, key, value, metadata):
+            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+            mask = None if metadata is None else metadata.attn_mask[:, None, None]
+            return nn.functional.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
+
+        torch.manual_seed(0)
+        norms = {name: nn.RMSNorm(D) for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k")}
+        for norm in norms.values():
+            nn.init.normal_(norm.weight, 1.0, 0.2)
+        of_image, of_text = nn.Linear(C, 3 * H * D), nn.Linear(C, 3 * H * D)
+        layer = SimpleNamespace(
+            to_qkv=lambda x: (of_image(x), None), add_kv_proj=lambda x: (of_text(x), None), **norms, eps=1e-6, qk_norm=True,
+            query_num_heads=H, kv_num_heads=H, add_query_num_heads=H, add_kv_num_heads=H, head_dim=D, parallel_config=None,
+            rope=RotaryEmbedding(is_neox_style=False), attn=attend, to_out=nn.Linear(H * D, C), to_add_out=nn.Linear(H * D, C),
+        )  # fmt: skip
+        given = (
+            torch.randn(B, S, C),
+            torch.randn(B, T, C),
+            *(torch.polar(torch.ones(n, 4), torch.randn(n, 4)) for n in (S, T)),
+        )
+        place = "omni_rollout.vllm_omni.pipelines.qwen_attention.takes_joined_heads"
+        with (
+            torch.no_grad(), patch(place, lambda _: True), patch("torch.compiler.is_compiling", lambda: True),
+            patch("model_specs.joined_heads.joined_heads", joined),
+        ):  # fmt: skip
+            found = JoinedAttention.forward(layer, *given, None, mask)
+        with torch.no_grad():
+            wanted = QwenImageCrossAttention.forward(layer, *given, None, mask)
+        return max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True)), wanted[0].abs().max().item()
 
     async def fail_next(self, count):
         """Let the engine raise for that many requests."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from model_specs.compiling import tune_compiler
 from torch import nn
 
 from . import rotary
@@ -30,30 +29,9 @@ def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     keep_graphs()
     rotary.let_compile()
     gelu.let_compile(blocks)
-    _reduce_rows_at_once()
+    tune_compiler()
     for block in blocks:
         block.compile()
-
-
-_ROW = 16384
-
-
-def whole_rows(stock: Callable[[Any, bool], bool], features: Any, cooperative_reduction: bool) -> bool:
-    """Whether the compiler makes one pass of a reduction: rows of up to 16,384 numbers stay in registers (its own limit is 1,024),
-    so that norms, and the rounding of a row to fp8, read their row once."""
-    from torch._inductor.runtime.hints import ReductionHint
-
-    short = features.reduction_numel.is_Integer and 1024 < int(features.reduction_numel) <= _ROW
-    inner = features.get_reduction_hint() == ReductionHint.INNER
-    return (short and inner and not cooperative_reduction) or stock(features, cooperative_reduction)
-
-
-def _reduce_rows_at_once() -> None:
-    from torch._inductor.choices import InductorChoices
-
-    stock = InductorChoices.should_use_persistent_reduction
-    if not isinstance(stock, partial):
-        InductorChoices.should_use_persistent_reduction = staticmethod(partial(whole_rows, stock))  # type: ignore[method-assign]
 
 
 def keep_graphs() -> None:
@@ -63,4 +41,4 @@ def keep_graphs() -> None:
 
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "fsdp-diffusers-engine" / "rows")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "fsdp-diffusers-engine" / "gelu")

@@ -78,9 +78,9 @@ def attend_jointly(
 ) -> tuple[Tensor, Tensor]:
     """What Qwen-Image's stock processor computes, of image [B, S, C] and text [B, T, C]: both, attended."""
     from diffusers.models.attention_dispatch import dispatch_attention_fn
+    from model_specs.joined_heads import joined_heads, joined_heads_of_sums
 
     from .adapted_linear import AdaptedLinear
-    from .joined_heads import joined_heads, joined_heads_of_sums
 
     image_angle, text_angle = (torch.view_as_real(angle) for angle in angles)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import chain
 
 import torch
@@ -48,19 +50,30 @@ def content_sum(tensors: Iterable[Tensor]) -> str:
     """Checksum of all elements, `"<count>:<16 hex digits>"`, that stays when a sampler fuses or splits the tensors.
 
     Each element's bits go through a 64-bit mixer (the finaliser of splitmix64) and the results are added modulo 2^64: a changed,
-    lost or doubled element shows, two that trade places do not.
+    lost or doubled element shows, two that trade places do not. On a GPU one kernel reads the elements once.
     """
-    count, total = 0, 0
+    count, sums = 0, defaultdict[torch.device, list[Tensor]](list)
     for tensor in tensors:
         flat = tensor.detach().contiguous().reshape(-1)
         bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-        for part in bits.split(_PART):
-            x = part.to(torch.int64) + _GOLDEN
-            x = (x ^ _shift(x, 30)) * _MIX1
-            x = (x ^ _shift(x, 27)) * _MIX2
-            total += int((x ^ _shift(x, 31)).sum())
+        sums[flat.device] += [_mixer(flat.device.type)(part) for part in bits.split(_PART)]
         count += flat.numel()
+    total = sum(int(torch.stack(each).sum()) for each in sums.values())
     return f"{count}:{total % 2**64:016x}"
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """The sum of the elements' mixed bits, int64 []."""
+    x = bits.to(torch.int64) + _GOLDEN
+    x = (x ^ _shift(x, 30)) * _MIX1
+    x = (x ^ _shift(x, 27)) * _MIX2
+    return (x ^ _shift(x, 31)).sum()
+
+
+@cache
+def _mixer(device: str) -> Callable[[Tensor], Tensor]:
+    """`_mixed`, compiled where there is a GPU: it holds no number of its own between the operations."""
+    return torch.compile(_mixed, dynamic=True) if device == "cuda" else _mixed
 
 
 def _shift(x: Tensor, by: int) -> Tensor:

@@ -137,13 +137,10 @@ class WanSpec(ModelSpec):
     def predict(
         self, transformer: nn.Module, x: Tensor, sigma: Tensor, prompts: PromptEmbeds, settings: Sampling
     ) -> Tensor:
-        timestep = self.timesteps_at(sigma)
-        if self.pipeline_config.get("expand_timesteps", False):
-            # The 5B takes a timestep per token (so that images can be given as clean frames); here all are equal.
-            _, frames, rows, columns = x.shape[1:]
-            timestep = timestep[:, None].expand(len(x), frames * (rows // 2) * (columns // 2))
+        # The 5B's pipeline gives each token a timestep (so that images can be clean frames). Here all are equal: one for each
+        # sample computes the same, without a modulation for every token.
         embeds = self.unpadded(prompts).embeds.to(x.dtype)
-        return transformer(x, timestep, embeds, return_dict=False)[0].float()
+        return transformer(x, self.timesteps_at(sigma), embeds, return_dict=False)[0].float()
 
     def guidance_weight(
         self, transformer: nn.Module, sigma: Tensor, scale: float | tuple[float, float]
@@ -180,9 +177,7 @@ class WanSpec(ModelSpec):
         block = flops.linear(batch * S, D, 4 * D) + flops.attention(batch, S, S, D)  # self-attention
         block += flops.linear(batch * S, D, 2 * D) + flops.linear(batch * N, D, 2 * D)  # cross-attention
         block += flops.attention(batch, S, N, D) + 2 * flops.linear(batch * S, D, config.get("ffn_dim", 13824))
-        # A timestep per token makes the time embedding as long as the video.
-        times = batch * S if self.pipeline_config.get("expand_timesteps", False) else batch
-        ends = flops.linear(times, config.get("freq_dim", 256) + D, D) + flops.linear(times, D, 6 * D)
+        ends = flops.linear(batch, config.get("freq_dim", 256) + D, D) + flops.linear(batch, D, 6 * D)
         ends += flops.linear(batch * N, config.get("text_dim", 4096) + D, D)
         ends += flops.linear(batch * S, channels * per_patch, D)
         ends += flops.linear(batch * S, D, config.get("out_channels", channels) * per_patch)

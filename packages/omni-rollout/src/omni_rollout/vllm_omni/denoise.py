@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from model_specs.compiling import tune_compiler
 from torch import Tensor
 
 from ..counting import RowCount, counted_rows
@@ -34,6 +35,11 @@ class RolloutMixin:
     _batch: RolloutBatch | None = None
     _row_sigmas: list[float] | None = None
     _prompt_cache: OrderedDict[tuple[str, int], tuple[Tensor, ...]]
+
+    def __init__(self, *, od_config: Any, **kwargs: Any) -> None:
+        super().__init__(od_config=od_config, **kwargs)
+        if not od_config.enforce_eager:
+            tune_compiler()
 
     def forward(self, req: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """A whole batch of requests, one output each."""

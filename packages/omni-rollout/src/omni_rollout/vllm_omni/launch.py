@@ -40,7 +40,7 @@ def start_engine(config: DiffusionRolloutConfig, path: str, spec: ModelSpec, cud
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "pinned_use_cuda_host_register:True,pinned_num_register_threads:8")
     # Compiled graphs stay for the next start; the default folder is emptied with /tmp.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "omni-rollout" / "inductor"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "omni-rollout" / "gelu"))
     if enabled():
         # A kernel library that vLLM imports compiles for CUDA in background processes, which only cost time here.
         os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")

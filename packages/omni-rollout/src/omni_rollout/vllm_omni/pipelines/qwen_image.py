@@ -11,12 +11,14 @@ from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImageP
 
 from ..denoise import RolloutMixin, stack_padded
 from ..stepwise import StepwiseMixin
+from . import qwen_attention
 
 
 class _QwenImage(QwenImagePipeline):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         single_frame_convolutions(self.vae)  # a picture is one frame: a third of the decoder's work
+        qwen_attention.let_compile(self.transformer)
 
     def encode_prompt(
         self, prompt: Any = None, num_images_per_prompt: int = 1, prompt_embeds: Any = None, **kwargs: Any

@@ -1,4 +1,4 @@
-"""What an engine with weights in fp8 needs of this package, as far as a CPU can show it: it has no product in fp8."""
+"""What an engine on a GPU needs of this package, as far as a CPU can show it: layers in fp8, blocks that are compiled."""
 
 import platform
 import sys
@@ -24,3 +24,9 @@ def test_an_adapter_beside_a_weight_that_lies_the_other_way_round(engine, server
     facts, product = runner.run(engine.backend.call(server.bound_to_a_turned_weight, payload))
     assert facts == {"modules": 1, "tensors": 2, "equal": payload.numel}
     assert torch.allclose(product, (2.0 * b @ a).T, atol=1e-6)
+
+
+@pytest.mark.parametrize("mask", [None, torch.tensor([[True] * 3, [True, False, False]])])
+def test_compiled_blocks_attend_as_the_engines_own_do(engine, server, runner, mask):
+    off, largest = runner.run(engine.backend.call(server.attended_jointly, mask))
+    assert off < 1e-5 * largest

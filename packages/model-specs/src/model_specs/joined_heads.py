@@ -24,7 +24,7 @@ def _pairs(pointer, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _kernel(  # type: ignore[no-untyped-def]
-    text, image, text_added, image_added, text_norm, image_norm, text_angle, image_angle, out, T, S, eps,
+    text, image, text_added, image_added, text_norm, image_norm, text_angle, image_angle, out, T, S, text_step, image_step, eps,
     ADDED: tl.constexpr, H: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     row, token = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -32,15 +32,14 @@ def _kernel(  # type: ignore[no-untyped-def]
     pair = tl.arange(0, PAIRS)[None, :]
     place = tl.arange(0, HEADS)[:, None] * PAIRS + pair
     inside = place < H * PAIRS
-    here, there = (row * T + token) * H * PAIRS + place, (row * S + token - T) * H * PAIRS + place
     # One of the two is masked away and costs nothing.
-    a, b = _pairs(text + here, inside & of_text)
-    c, d = _pairs(image + there, inside & (token >= T))
+    a, b = _pairs(text + (row * T + token) * text_step + place, inside & of_text)
+    c, d = _pairs(image + (row * S + token - T) * image_step + place, inside & (token >= T))
     a, b = a + c, b + d
     if ADDED:
-        c, d = _pairs(text_added + here, inside & of_text)
+        c, d = _pairs(text_added + (row * T + token) * H * PAIRS + place, inside & of_text)
         a, b = a + c, b + d
-        c, d = _pairs(image_added + there, inside & (token >= T))
+        c, d = _pairs(image_added + (row * S + token - T) * H * PAIRS + place, inside & (token >= T))
         a, b = (a + c).to(tl.bfloat16).to(tl.float32), (b + d).to(tl.bfloat16).to(tl.float32)
     scale = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / (2 * PAIRS) + eps)[:, None]
     e, f = _pairs(text_norm + pair, of_text & (pair >= 0))
@@ -94,12 +93,20 @@ def _words(*tensors: Tensor) -> list[Tensor]:
     return [each.contiguous().view(torch.int32) for each in tensors]
 
 
+def _tokens(heads: Tensor) -> tuple[Tensor, int]:
+    """32-bit words of [B, N, H · D], and how many lie between two tokens: more than one has, in a slice of a joint projection."""
+    step = heads.stride(1)
+    if heads.stride() != (heads.shape[1] * step, step, 1) or step % 2 or heads.storage_offset() % 2:
+        heads, step = heads.contiguous(), heads.shape[2]
+    return heads.view(torch.int32), step // 2
+
+
 def _shape(image: Tensor, norm: Tensor) -> dict[str, int]:
     heads = image.shape[2] // len(norm)
     return {"H": heads, "PAIRS": len(norm) // 2, "HEADS": triton.next_power_of_2(heads)}
 
 
-@torch.library.custom_op("fsdp_diffusers_engine::joined_heads", mutates_args=())
+@torch.library.custom_op("model_specs::joined_heads", mutates_args=())
 def joined_heads(
     text: Tensor,
     image: Tensor,
@@ -120,7 +127,7 @@ def joined_heads(
     return _joined(text, image, text, image, text_norm, image_norm, text_angle, image_angle, eps, added=False)
 
 
-@torch.library.custom_op("fsdp_diffusers_engine::joined_heads_of_sums", mutates_args=())
+@torch.library.custom_op("model_specs::joined_heads_of_sums", mutates_args=())
 def joined_heads_of_sums(
     text: Tensor,
     image: Tensor,
@@ -140,9 +147,17 @@ def joined_heads_of_sums(
 def _joined(text: Tensor, image: Tensor, *others: Any, added: bool) -> Tensor:
     *parts, text_norm, image_norm, text_angle, image_angle, eps = others
     out = _empty(text, image, *others[2:])
-    given = *_words(text, image, *parts, text_norm, image_norm), text_angle.contiguous(), image_angle.contiguous()
-    T, S, shape = text.shape[1], image.shape[1], _shape(image, image_norm)
-    _kernel[out.shape[:2]](*given, out.view(torch.int32), T, S, eps, ADDED=added, **shape, num_warps=4)
+    (text_words, text_step), (image_words, image_step) = _tokens(text), _tokens(image)
+    given = (
+        *_words(*parts, text_norm, image_norm),
+        text_angle.contiguous(),
+        image_angle.contiguous(),
+        out.view(torch.int32),
+    )
+    sizes = text.shape[1], image.shape[1], text_step, image_step
+    _kernel[out.shape[:2]](
+        text_words, image_words, *given, *sizes, eps, ADDED=added, **_shape(image, image_norm), num_warps=4
+    )
     return out
 
 
@@ -157,7 +172,7 @@ def _(text: Tensor, image: Tensor, text_added: Tensor, image_added: Tensor, *oth
     return _empty(text, image, *others)
 
 
-@torch.library.custom_op("fsdp_diffusers_engine::joined_heads_gradient", mutates_args=())
+@torch.library.custom_op("model_specs::joined_heads_gradient", mutates_args=())
 def joined_heads_gradient(
     grad: Tensor,
     text: Tensor,
