@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from bench_common import CPU, Report, device, now, profiled
 from bench_model import Size, make_payload, requests
@@ -134,6 +135,14 @@ def engine_attention(size: Size, folder: Path, report: Report) -> None:
                 asyncio.run(_variant(size, folder, report, f", {kernel}", rollout_attn_backend=kernel))
 
 
+def engine_blocks(size: Size, folder: Path, report: Report) -> None:
+    """The engine with its blocks compiled as they come, then as they are here."""
+    here = "omni_rollout.vllm_omni"
+    with patch(f"{here}.denoise.tune_compiler"), patch(f"{here}.pipelines.qwen_attention.let_compile"):
+        asyncio.run(_variant(size, folder, report, ", blocks as they come"))
+    asyncio.run(_variant(size, folder, report, ", blocks of ours"))
+
+
 def engine_fp8(size: Size, folder: Path, report: Report) -> None:
     """The engine with its weights in fp8."""
     options = {} if CPU else {"engine_kwargs": {"quantization": "fp8"}}
@@ -147,7 +156,7 @@ async def _variant(size: Size, folder: Path, report: Report, name: str, **settin
         await sync(size, folder, report, server, 3)
         samples = await draw("rollout, adapter on")
         torch.save(samples.cpu().to_dict(), folder / f"engine_samples{name.replace(', ', '_')}.pt")
-        if "fp8" in name:
+        if name.startswith((", fp8", ", blocks")):
             await profile(size, report, server, next(rounds))
 
 

@@ -18,7 +18,8 @@ others, and within a part a section that fails does not stop the next. Results a
     one_copy   frozen weights of this process, used by another one where they lie
     lora_products   an engine's layers with an adapter, the products in either order
     engine     vLLM-Omni: pictures with and without the adapter, whole batches or one by one, sync, sleep, wake
-    engine_attention, engine_fp8   the same engine with other attention kernels, and with fp8 weights
+    engine_attention, engine_blocks, engine_fp8   the same engine with other attention kernels, with its blocks as they come, and
+               with fp8 weights
     program    `apps/flowgrpo` itself with shared weights; program_again: a second start, the compiled graphs kept;
                program_two: two cards, twice the samples; program_fp8: sampling in fp8;
                program_recomputed: old log-probs by the trainer; program_engine: with an engine beside it, asleep in
@@ -84,6 +85,7 @@ PARTS = {
     "lora_products": Part(kernels.lora_products, 60, folder=False),
     "engine": Part(engine.engine),
     "engine_attention": Part(engine.engine_attention),
+    "engine_blocks": Part(engine.engine_blocks),
     "engine_fp8": Part(engine.engine_fp8),
     "program": Part(program()),
     "program_again": Part(program(steps=1), 200),

@@ -354,8 +354,8 @@ class LendingServer(vLLMOmniHttpServer):
         return facts, layer.quant_method.apply(layer, torch.eye(6))
 
     async def attended_jointly(self, mask):
-        """Largest difference between Qwen-Image's attention as the engine has it and as its compiled blocks have it, the kernel's part
-        by plain operations; and the largest value."""
+        """Largest difference between Qwen-Image's attention as the engine has it and as its compiled blocks have it; the largest
+        value. The kernel's part is done by plain operations."""
         from omni_rollout.vllm_omni.pipelines.qwen_attention import JoinedAttention
         from torch import nn
         from vllm_omni.diffusion.layers.rope import RotaryEmbedding

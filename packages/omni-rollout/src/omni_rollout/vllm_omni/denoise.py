@@ -37,7 +37,7 @@ class RolloutMixin:
     _prompt_cache: OrderedDict[tuple[str, int], tuple[Tensor, ...]]
 
     def __init__(self, *, od_config: Any, **kwargs: Any) -> None:
-        super().__init__(od_config=od_config, **kwargs)
+        super().__init__(od_config=od_config, **kwargs)  # type: ignore[call-arg]
         if not od_config.enforce_eager:
             tune_compiler()
 
