@@ -136,11 +136,10 @@ def engine_attention(size: Size, folder: Path, report: Report) -> None:
 
 
 def engine_blocks(size: Size, folder: Path, report: Report) -> None:
-    """The engine with its blocks compiled as they come, then as they are here."""
+    """The engine with its blocks compiled as they come."""
     here = "omni_rollout.vllm_omni"
     with patch(f"{here}.denoise.tune_compiler"), patch(f"{here}.pipelines.qwen_attention.let_compile"):
         asyncio.run(_variant(size, folder, report, ", blocks as they come"))
-    asyncio.run(_variant(size, folder, report, ", blocks of ours"))
 
 
 def engine_fp8(size: Size, folder: Path, report: Report) -> None:

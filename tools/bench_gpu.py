@@ -21,7 +21,8 @@ others, and within a part a section that fails does not stop the next. Results a
     engine_attention, engine_blocks, engine_fp8   the same engine with other attention kernels, with its blocks as they come, and
                with fp8 weights
     program    `apps/flowgrpo` itself with shared weights; program_again: a second start, the compiled graphs kept;
-               program_two: two cards, twice the samples; program_fp8: sampling in fp8;
+               program_two: two cards, twice the samples; program_fp8, program_merged, program_fp8_merged: sampling in fp8,
+               with the adapter merged into the weights, both;
                program_recomputed: old log-probs by the trainer; program_engine: with an engine beside it, asleep in
                updates; program_one_copy: an engine that samples with the trainer's own frozen weights;
                program_engine_again: a second start of the former
@@ -91,6 +92,8 @@ PARTS = {
     "program_again": Part(program(steps=1), 200),
     "program_two": Part(program(steps=3, workers=2), every_card=True),
     "program_fp8": Part(program("rollout.fp8=true", steps=3), 240),
+    "program_merged": Part(program("model.lora.merge=true", steps=3), 240),
+    "program_fp8_merged": Part(program("rollout.fp8=true", "model.lora.merge=true", steps=3), 240),
     "program_recomputed": Part(program("algorithm.old_log_probs=trainer", steps=3), 240),
     "program_engine": Part(program(*ASLEEP), 400, every_card=True),
     "program_one_copy": Part(program(*AWAKE, steps=3), 320),

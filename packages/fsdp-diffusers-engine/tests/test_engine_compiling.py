@@ -72,6 +72,32 @@ def test_compiled_blocks_of_z_image_hold_no_complex_product() -> None:
     assert not [dtype for dtype in seen if "complex" in dtype]
 
 
+def test_compiled_blocks_of_wan_turn_each_channel_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And compute what the stock ones do, gradients too."""
+    from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed, WanTransformerBlock
+
+    calls: list[int] = []
+    attend = rotary.attend_wan
+    monkeypatch.setattr(rotary, "attend_wan", lambda *given: calls.append(1) or attend(*given))
+    torch.manual_seed(0)
+    block = WanTransformerBlock(32, 64, 2, cross_attn_norm=True)
+    for norm in (block.attn1.norm_q, block.attn1.norm_k):
+        nn.init.normal_(norm.weight, 1.0, 0.2)
+    stock = copy.deepcopy(block)
+    compiling.compile_blocks([])
+    block.compile(backend="aot_eager", fullgraph=True)
+    angles = WanRotaryPosEmbed(16, (1, 2, 2), 32)(torch.zeros(1, 1, 2, 4, 4))
+    found = []
+    for module in (block, stock):
+        x, text = (torch.randn(2, n, 32, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in (8, 3))
+        temb = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(1))
+        out = module(x, text, temb, angles)
+        found.append([out, *torch.autograd.grad(out.square().sum(), [x, text, *module.parameters()])])
+    assert calls == [1]
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max() + 1e-6
+
+
 def test_blocks_that_sample_have_gelu_inside_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in updates, not beside an adapter, not where GELU has another form. On a CPU that product has the exact form."""
     from diffusers.models.activations import GELU

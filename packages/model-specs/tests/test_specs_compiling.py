@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sympy
 import torch
-from model_specs.compiling import gelu_gradient, tune_compiler, whole_rows
+import torch._inductor.config
+from model_specs.compiling import along_rows, gelu_gradient, tune_compiler, whole_rows
 from torch.nn import functional as F
 
 
@@ -51,24 +53,43 @@ def test_the_exact_gelu_stays() -> None:
     assert gelu_gradient(lambda *given, **form: (given, form), grad, x) == ((grad, x), {"approximate": "none"})
 
 
-@pytest.mark.parametrize(
-    ("length", "hint", "cooperative", "stock", "wanted"),
-    [
-        (3072, "INNER", False, False, True),
-        (16384, "INNER", False, False, True),
-        (16385, "INNER", False, False, False),
-        (3072, "OUTER", False, False, False),
-        (3072, "INNER", True, False, False),
-        (512, "INNER", False, True, True),
-    ],
-)
-def test_rows_of_a_model_are_reduced_at_once(
-    length: int, hint: str, cooperative: bool, stock: bool, wanted: bool
-) -> None:
-    import sympy
-    from torch._inductor.runtime.hints import ReductionHint
+def test_rows_of_a_model_are_reduced_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that lie in memory one number after the other, up to a limit; what the compiler decides by itself stays."""
+    from torch._inductor.scheduler import Scheduler
 
-    features = SimpleNamespace(
-        reduction_numel=sympy.Integer(length), get_reduction_hint=lambda: getattr(ReductionHint, hint)
-    )
-    assert whole_rows(lambda *_: stock, features, cooperative) == wanted
+    found: list[Any] = []
+    original = Scheduler._init
+
+    class PlannedError(Exception):
+        """No kernel is made."""
+
+    def keep(self: Any, nodes: Any) -> None:
+        original(self, nodes)
+        parts = [part for node in self.nodes for part in node.get_nodes()]
+        found.extend(part for part in parts if part.is_reduction())
+        raise PlannedError
+
+    monkeypatch.setattr(Scheduler, "_init", keep)
+
+    def reductions(function: Any, *shape: int) -> list[Any]:
+        torch._dynamo.reset()
+        found.clear()
+        off = torch._inductor.config.patch(force_disable_caches=True)
+        with off, torch.no_grad(), pytest.raises(Exception, match="PlannedError"):
+            torch.compile(function, fullgraph=True)(torch.randn(*shape))
+        assert found
+        return list(found)
+
+    norm = reductions(lambda x: F.layer_norm(x, x.shape[-1:]) * 2, 5, 3072)
+    columns = reductions(lambda x: x.sum(0), 3072, 5)
+    assert all(map(along_rows, norm))
+    assert not any(map(along_rows, columns))
+
+    def decided(nodes: list[Any], length: int, cooperative: bool = False, stock: bool = False) -> bool:
+        features = SimpleNamespace(reduction_numel=sympy.Integer(length), reduction_nodes=lambda: nodes)
+        return whole_rows(lambda *_: stock, features, cooperative)
+
+    assert [decided(norm, length) for length in (1024, 3072, 16384, 16385)] == [False, True, True, False]
+    assert not decided(norm, 3072, cooperative=True)
+    assert not decided(columns, 3072)
+    assert decided(columns, 3072, stock=True)

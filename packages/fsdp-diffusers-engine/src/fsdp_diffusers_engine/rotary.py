@@ -1,5 +1,5 @@
 """Rotary embeddings that the compiler can take in: it has no complex numbers, so it runs diffusers' form as it is, in fp32, between
-the kernels that it makes. Outside of compiled code nothing changes.
+the kernels that it makes; and it writes halves of pairs apart from the norm before them. Outside of compiled code nothing changes.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from torch import Tensor
 
 
 def let_compile() -> None:
-    """Let compiled blocks of Qwen-Image and Z-Image turn their queries and keys by real numbers."""
-    from diffusers.models.transformers import transformer_qwenimage, transformer_z_image
+    """Let compiled blocks of Qwen-Image, Z-Image and Wan turn their queries and keys by real numbers."""
+    from diffusers.models.transformers import transformer_qwenimage, transformer_wan, transformer_z_image
 
     qwen: Any = transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0
     z_image: Any = transformer_z_image.ZSingleStreamAttnProcessor
+    wan: Any = transformer_wan.WanAttnProcessor
     if getattr(qwen.__call__, "__name__", "") == "compiled_qwen":
         return
     stock_qwen: Any = qwen.__call__
     stock_z_image: Any = z_image.__call__
+    stock_wan: Any = wan.__call__
     complex_form: Any = transformer_qwenimage.ROPE_PER_DEVICE["cuda"]
 
     def rotate(x: Tensor, freqs: Tensor) -> Tensor:
@@ -53,8 +55,21 @@ def let_compile() -> None:
         given = hidden_states, encoder_hidden_states, attention_mask, freqs_cis
         return stock_z_image(self, attn, *given)  # type: ignore[no-any-return]
 
+    def compiled_wan(
+        self: Any,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Any = None,
+        attention_mask: Any = None,
+        rotary_emb: Any = None,
+    ) -> Tensor:
+        if torch.compiler.is_compiling() and rotary_emb is not None and not attn.fused_projections:
+            return attend_wan(self, attn, hidden_states, attention_mask, rotary_emb)
+        given = hidden_states, encoder_hidden_states, attention_mask, rotary_emb
+        return stock_wan(self, attn, *given)  # type: ignore[no-any-return]
+
     transformer_qwenimage.ROPE_PER_DEVICE["cuda"] = rotate
-    qwen.__call__, z_image.__call__ = compiled_qwen, compiled_z_image
+    qwen.__call__, z_image.__call__, wan.__call__ = compiled_qwen, compiled_z_image, compiled_wan
 
 
 def takes_joined_heads(processor: Any, attn: Any, hidden_states: Tensor) -> bool:
@@ -121,6 +136,28 @@ def attend(processor: Any, attn: Any, tokens: Tensor, mask: Tensor | None, freqs
     for layer in attn.to_out:
         attended = layer(attended if attended.ndim == 3 else attended.flatten(2))
     return attended
+
+
+def attend_wan(processor: Any, attn: Any, tokens: Tensor, mask: Tensor | None, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """What Wan's stock processor computes, of tokens [B, S, C] among themselves."""
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    query, key, value = attn.norm_q(attn.to_q(tokens)), attn.norm_k(attn.to_k(tokens)), attn.to_v(tokens)
+    query, key, value = (x.unflatten(-1, (attn.heads, -1)) for x in (query, key, value))
+    kernel = {"backend": processor._attention_backend, "parallel_config": processor._parallel_config}
+    attended = dispatch_attention_fn(turned(query, *angles), turned(key, *angles), value, attn_mask=mask, **kernel)
+    attended = attended.flatten(2, 3)
+    for layer in attn.to_out:
+        attended = layer(attended)
+    return attended
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` [B, S, H, D], its pairs of neighbouring channels turned in fp32, each channel by itself: so the compiler does it where it
+    norms. `cos`, `sin` [1, S, 1, D] hold each pair's angle twice."""
+    neighbour = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    sign = 2 * (torch.arange(x.shape[-1], device=x.device) % 2) - 1
+    return (x.float() * cos + neighbour.float() * (sign * sin)).type_as(x)
 
 
 def rotated(x: Tensor, freqs: Tensor) -> Tensor:

@@ -62,8 +62,13 @@ def _wide(x: Tensor) -> Tensor:
 def whole_rows(stock: Callable[[Any, bool], bool], features: Any, cooperative_reduction: bool) -> bool:
     """Whether the compiler makes one pass of a reduction: rows of up to 16,384 numbers stay in registers (its own limit is 1,024),
     so that norms, and the rounding of a row to fp8, read their row once."""
-    from torch._inductor.runtime.hints import ReductionHint
-
     short = features.reduction_numel.is_Integer and 1024 < int(features.reduction_numel) <= _ROW
-    inner = features.get_reduction_hint() == ReductionHint.INNER
-    return (short and inner and not cooperative_reduction) or stock(features, cooperative_reduction)
+    if not short or cooperative_reduction or not all(map(along_rows, features.reduction_nodes())):
+        return stock(features, cooperative_reduction)
+    return True
+
+
+def along_rows(node: Any) -> bool:
+    """Whether a reduction's numbers lie next to each other. The compiler's own hint says so for fewer than 8,448 rows only."""
+    moving = [(dep.index, dep.var_names[-1]) for dep in node.read_writes.reads if getattr(dep, "var_names", ())]
+    return all(index.coeff(last) == 1 for index, last in moving if last in index.free_symbols)
