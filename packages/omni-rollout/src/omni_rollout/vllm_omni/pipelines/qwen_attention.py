@@ -48,7 +48,8 @@ class JoinedAttention(QwenImageCrossAttention):
         attended = self.attn(query, key, value, None if mask is None else AttentionMetadata(attn_mask=mask)).flatten(
             2, 3
         )
-        at_text, at_image = attended[:, : text.shape[1]], attended[:, text.shape[1] :]
+        # One copy each: products in fp8, and an adapter's, want rows without gaps.
+        at_text, at_image = attended[:, : text.shape[1]].contiguous(), attended[:, text.shape[1] :].contiguous()
         return self.to_out(at_image), self.to_add_out(at_text)
 
 
