@@ -64,7 +64,11 @@ assert off < 0.01, off  # to the bit on a card; the interpreter cuts what a card
 joint = [torch.cat([torch.randn_like(each), each, torch.randn_like(each)], dim=-1) for each in (text, image)]
 slices = [each[..., 48:96] for each in joint]  # as an engine has them, whose layer gives query, key and value at once
 assert not slices[0].is_contiguous()
-assert torch.equal(joined_heads.joined_heads(*slices, *rest), joined_heads.joined_heads(text, image, *rest))
+with torch.profiler.profile() as ran:
+    found = joined_heads.joined_heads(*slices, *rest)
+copied = [each for each in ran.events() if each.name == "aten::clone"]
+assert not copied, "a slice was copied"
+assert torch.equal(found, joined_heads.joined_heads(text, image, *rest))
 print("agrees")
 """
 

@@ -124,7 +124,8 @@ def joined_heads(
         text_angle, image_angle: cosine and sine of each pair of channels, [T, D/2, 2] and [S, D/2, 2] fp32.
         eps: of the norms.
     """
-    return _joined(text, image, text, image, text_norm, image_norm, text_angle, image_angle, eps, added=False)
+    rest = text_norm, image_norm, text_angle, image_angle, eps
+    return _joined(text, image, text_norm, image_norm, *rest, added=False)  # of what is added nothing is read
 
 
 @torch.library.custom_op("model_specs::joined_heads_of_sums", mutates_args=())
