@@ -69,6 +69,28 @@ with torch.profiler.profile() as ran:
 copied = [each for each in ran.events() if each.name == "aten::clone"]
 assert not copied, "a slice was copied"
 assert torch.equal(found, joined_heads.joined_heads(text, image, *rest))
+
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed, WanTransformerBlock
+stock = WanTransformerBlock(48, 64, 3, cross_attn_norm=True).bfloat16().requires_grad_(False)
+for norm in (stock.attn1.norm_q, stock.attn1.norm_k):
+    torch.nn.init.normal_(norm.weight, 1.0, 0.2)
+stock = inject_adapter_in_model(LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False), stock)
+for layer in stock.modules():
+    if type(layer) is Linear:
+        layer.__class__ = AdaptedLinear
+compiled, exact, turned = copy.deepcopy(stock), copy.deepcopy(stock).float(), []
+compiled.compile(backend="aot_eager", fullgraph=True)
+rotary.takes_turned_heads = lambda *_: True
+of_pairs = joined_heads.turned_heads
+joined_heads.turned_heads = lambda *given: turned.append(given[1] is not None) or of_pairs(*given)
+tokens, text, temb = (torch.randn(2, *shape, 48).bfloat16() for shape in ((8,), (3,), (6,)))
+angles = WanRotaryPosEmbed(16, (1, 2, 2), 32)(torch.zeros(1, 1, 2, 4, 4))
+with torch.no_grad():
+    true = exact(tokens.float(), text.float(), temb.float(), angles)
+    theirs, ours = (module(tokens, text, temb, angles).float() for module in (stock, compiled))
+assert turned == [True, False], turned  # the adapter's part with the queries, none with the keys
+own, other = ((each - true).norm() / true.norm() for each in (ours, theirs))
+assert own < 1.5 * other + 1e-3, (own, other)
 print("agrees")
 """
 

@@ -142,14 +142,33 @@ def attend_wan(processor: Any, attn: Any, tokens: Tensor, mask: Tensor | None, a
     """What Wan's stock processor computes, of tokens [B, S, C] among themselves."""
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-    query, key, value = attn.norm_q(attn.to_q(tokens)), attn.norm_k(attn.to_k(tokens)), attn.to_v(tokens)
-    query, key, value = (x.unflatten(-1, (attn.heads, -1)) for x in (query, key, value))
+    from .adapted_linear import AdaptedLinear
+
+    cos, sin = angles
+    pairs = torch.stack([cos[0, :, 0, ::2], sin[0, :, 0, ::2]], dim=-1)
+
+    def heads(project: Any, norm: Any) -> Tensor:
+        added = project.added(tokens) if isinstance(project, AdaptedLinear) else []
+        if len(added) > 1 or not takes_turned_heads(processor, norm, tokens):
+            return turned(norm(project(tokens)).unflatten(-1, (attn.heads, -1)), cos, sin)
+        from model_specs.joined_heads import turned_heads
+
+        own = project.base_layer(tokens) if added else project(tokens)
+        return turned_heads(own, added[0] if added else None, norm.weight, pairs, norm.eps)
+
+    query, key = heads(attn.to_q, attn.norm_q), heads(attn.to_k, attn.norm_k)
+    value = attn.to_v(tokens).unflatten(-1, (attn.heads, -1))
     kernel = {"backend": processor._attention_backend, "parallel_config": processor._parallel_config}
-    attended = dispatch_attention_fn(turned(query, *angles), turned(key, *angles), value, attn_mask=mask, **kernel)
-    attended = attended.flatten(2, 3)
+    attended = dispatch_attention_fn(query, key, value, attn_mask=mask, **kernel).flatten(2, 3)
     for layer in attn.to_out:
         attended = layer(attended)
     return attended
+
+
+def takes_turned_heads(processor: Any, norm: Any, tokens: Tensor) -> bool:
+    """Whether the kernel is for these numbers: bf16 on a GPU, nothing differentiated, whole sequences."""
+    whole = tokens.is_cuda and processor._parallel_config is None
+    return whole and not torch.is_grad_enabled() and tokens.dtype == norm.weight.dtype == torch.bfloat16
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Norm of the heads, rotary embedding, and text and image joined, as one kernel: Qwen-Image's queries and keys.
+"""Norm of the heads, rotary embedding, and text and image joined, as one kernel: Qwen-Image's queries and keys; and Wan's, which
+have no text beside them and are normed across all heads.
 
 The compiler makes three kernels of it, which read and write a tensor of the image's size nine times in bf16's measure; this one
 reads it once and writes it once; so does its gradient. Arithmetic is that of the compiled blocks: fp32 from the product's output to
@@ -25,7 +26,7 @@ def _pairs(pointer, mask):  # type: ignore[no-untyped-def]
 @triton.jit
 def _kernel(  # type: ignore[no-untyped-def]
     text, image, text_added, image_added, text_norm, image_norm, text_angle, image_angle, out, T, S, text_step, image_step, eps,
-    ADDED: tl.constexpr, H: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
+    ADDED: tl.constexpr, ACROSS: tl.constexpr, H: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     row, token = tl.program_id(0).to(tl.int64), tl.program_id(1)
     of_text = token < T
@@ -41,9 +42,15 @@ def _kernel(  # type: ignore[no-untyped-def]
         a, b = a + c, b + d
         c, d = _pairs(image_added + (row * S + token - T) * H * PAIRS + place, inside & (token >= T))
         a, b = (a + c).to(tl.bfloat16).to(tl.float32), (b + d).to(tl.bfloat16).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / (2 * PAIRS) + eps)[:, None]
-    e, f = _pairs(text_norm + pair, of_text & (pair >= 0))
-    g, h = _pairs(image_norm + pair, (token >= T) & (pair >= 0))
+    square = tl.sum(a * a + b * b, axis=1)
+    if ACROSS:
+        scale = tl.rsqrt(tl.sum(square, axis=0) / (2 * PAIRS * H) + eps)
+        e, f = _pairs(text_norm + place, inside & of_text)
+        g, h = _pairs(image_norm + place, inside & (token >= T))
+    else:
+        scale = tl.rsqrt(square / (2 * PAIRS) + eps)[:, None]
+        e, f = _pairs(text_norm + pair, of_text & (pair >= 0))
+        g, h = _pairs(image_norm + pair, (token >= T) & (pair >= 0))
     a, b = a * scale * (e + g), b * scale * (f + h)
     angle = 2 * (token * PAIRS + pair)
     cos = tl.load(text_angle + angle, mask=of_text & (pair >= 0), other=0.0)
@@ -156,10 +163,38 @@ def _joined(text: Tensor, image: Tensor, *others: Any, added: bool) -> Tensor:
         out.view(torch.int32),
     )
     sizes = text.shape[1], image.shape[1], text_step, image_step
+    shape = _shape(image, image_norm)
     _kernel[out.shape[:2]](
-        text_words, image_words, *given, *sizes, eps, ADDED=added, **_shape(image, image_norm), num_warps=4
+        text_words, image_words, *given, *sizes, eps, ADDED=added, ACROSS=False, **shape, num_warps=4
     )
     return out
+
+
+@torch.library.custom_op("model_specs::turned_heads", mutates_args=())
+def turned_heads(tokens: Tensor, added: Tensor | None, norm: Tensor, angle: Tensor, eps: float) -> Tensor:
+    """[B, S, H, D] bf16 of `tokens + added`, rounded to bf16, normed across all heads and turned; it has no gradient.
+
+    Args:
+        tokens, added: [B, S, H · D] bf16, what a projection gives and what an adapter adds.
+        norm: weight of the RMS norm, [H · D] bf16.
+        angle: cosine and sine of each pair of channels, [S, D/2, 2] fp32.
+        eps: of the norm.
+    """
+    out, (words, step) = _turned(tokens, added, norm, angle, eps), _tokens(tokens)
+    more, weight = _words(norm if added is None else added, norm)
+    H, pairs = out.shape[2], angle.shape[1]
+    shape = {"H": H, "PAIRS": pairs, "HEADS": triton.next_power_of_2(H)}
+    given = words, words, more, more, weight, weight, angle.contiguous(), angle.contiguous(), out.view(torch.int32)
+    _kernel[out.shape[:2]](
+        *given, 0, out.shape[1], step, step, eps, ADDED=added is not None, ACROSS=True, **shape, num_warps=8
+    )
+    return out
+
+
+@turned_heads.register_fake
+def _turned(tokens: Tensor, added: Tensor | None, norm: Tensor, angle: Tensor, eps: float) -> Tensor:
+    D = 2 * angle.shape[1]
+    return tokens.new_empty(*tokens.shape[:2], tokens.shape[2] // D, D)
 
 
 @joined_heads.register_fake
