@@ -190,7 +190,8 @@ def let_ray_ask():
 
 
 def work(arguments):
-    """What Ray's own two files do in a new process."""
+    """What Ray's own two files do in a new process, which has a group of its own: Ray may kill that."""
+    os.setpgrp()
     from ray._private.runtime_env.context import RuntimeEnvContext
     from ray._private.utils import update_envs
 
