@@ -28,7 +28,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     text, image, text_added, image_added, text_norm, image_norm, text_angle, image_angle, out, T, S, text_step, image_step, eps,
     ADDED: tl.constexpr, ACROSS: tl.constexpr, H: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    row, token = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     of_text = token < T
     pair = tl.arange(0, PAIRS)[None, :]
     place = tl.arange(0, HEADS)[:, None] * PAIRS + pair
@@ -68,7 +68,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     grad, text, image, text_norm, image_norm, text_angle, image_angle, grad_text, grad_image, T, S, eps,
     H: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    row, token = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     of_text = token < T
     pair = tl.arange(0, PAIRS)[None, :]
     place = tl.arange(0, HEADS)[:, None] * PAIRS + pair
@@ -106,6 +106,11 @@ def _tokens(heads: Tensor) -> tuple[Tensor, int]:
     if heads.stride() != (heads.shape[1] * step, step, 1) or step % 2 or heads.storage_offset() % 2:
         heads, step = heads.contiguous(), heads.shape[2]
     return heads.view(torch.int32), step // 2
+
+
+def _grid(heads: Tensor) -> tuple[int, int]:
+    """A program for each token. CUDA takes up to 65,535 along the second axis, and a video has more tokens."""
+    return heads.shape[1], heads.shape[0]
 
 
 def _shape(image: Tensor, norm: Tensor) -> dict[str, int]:
@@ -164,9 +169,7 @@ def _joined(text: Tensor, image: Tensor, *others: Any, added: bool) -> Tensor:
     )
     sizes = text.shape[1], image.shape[1], text_step, image_step
     shape = _shape(image, image_norm)
-    _kernel[out.shape[:2]](
-        text_words, image_words, *given, *sizes, eps, ADDED=added, ACROSS=False, **shape, num_warps=4
-    )
+    _kernel[_grid(out)](text_words, image_words, *given, *sizes, eps, ADDED=added, ACROSS=False, **shape, num_warps=4)
     return out
 
 
@@ -185,7 +188,7 @@ def turned_heads(tokens: Tensor, added: Tensor | None, norm: Tensor, angle: Tens
     H, pairs = out.shape[2], angle.shape[1]
     shape = {"H": H, "PAIRS": pairs, "HEADS": triton.next_power_of_2(H)}
     given = words, words, more, more, weight, weight, angle.contiguous(), angle.contiguous(), out.view(torch.int32)
-    _kernel[out.shape[:2]](
+    _kernel[_grid(out)](
         *given, 0, out.shape[1], step, step, eps, ADDED=added is not None, ACROSS=True, **shape, num_warps=8
     )
     return out
@@ -224,14 +227,14 @@ def joined_heads_gradient(
         torch.empty_like(text, memory_format=torch.contiguous_format),
         torch.empty_like(image, memory_format=torch.contiguous_format),
     )
-    B, T, S = *text.shape[:2], image.shape[1]
+    T, S = text.shape[1], image.shape[1]
     given = (
         *_words(grad, text, image, text_norm, image_norm),
         text_angle.contiguous(),
         image_angle.contiguous(),
         *(each.view(torch.int32) for each in out),
     )
-    _gradient[(B, T + S)](*given, T, S, eps, **_shape(image, image_norm), num_warps=4)
+    _gradient[_grid(grad)](*given, T, S, eps, **_shape(image, image_norm), num_warps=4)
     return out
 
 
