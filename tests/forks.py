@@ -40,15 +40,12 @@ class Forked:
         with open(os.devnull) as nothing:
             files = [one.fileno() for one in (stdin or nothing, stdout or self._out, self._err)]
             self._line = ask(place, list(map(str, arguments)), dict(env or os.environ), str(cwd or os.getcwd()), files)
-        self.pid = self._number()
-
-    def _number(self):
-        return int.from_bytes(self._line.recv(8, socket.MSG_WAITALL), "big", signed=True)
+        self.pid = received(self._line)
 
     def poll(self, timeout=0.0):
         """Its exit code; None while it runs."""
         if self.returncode is None and select.select([self._line], [], [], timeout)[0]:
-            self.returncode = self._number()
+            self.returncode = received(self._line)
         return self.returncode
 
     def wait(self, timeout=None):
@@ -71,8 +68,10 @@ class Forked:
 
 def ask(place, arguments, environment, folder, files):
     """Ask for a process; the line on which come its number, and its exit code."""
-    line = socket.socket(socket.AF_UNIX)
-    while line.connect_ex(place):
+    line, deadline = socket.socket(socket.AF_UNIX), time.monotonic() + 60
+    while code := line.connect_ex(place):
+        if time.monotonic() > deadline:
+            raise OSError(code, os.strerror(code), place)
         time.sleep(0.02)
     asked = json.dumps([arguments, environment, folder]).encode()
     socket.send_fds(line, [len(asked).to_bytes(8, "big")], files)
@@ -82,6 +81,13 @@ def ask(place, arguments, environment, folder, files):
 
 def number(value):
     return value.to_bytes(8, "big", signed=True)
+
+
+def received(line):
+    """The next number. A process that is asked and dies sends none, which is no exit code of 0."""
+    if len(found := line.recv(8, socket.MSG_WAITALL)) < 8:
+        raise ConnectionError("the process that others are forked from is gone")
+    return int.from_bytes(found, "big", signed=True)
 
 
 def import_all(modules):
@@ -154,6 +160,8 @@ def become(arguments, environment, folder, files):
     for one, place in zip(files, (0, 1, 2), strict=True):
         os.dup2(one, place)
         os.close(one)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # two processes draw other numbers, unless they set a seed
     sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.modules.pop("sitecustomize", None)
     with contextlib.suppress(ImportError):
@@ -216,7 +224,8 @@ if __name__ == "__main__":
         (runpy.run_module if module else runpy.run_path)(sys.argv[0], run_name="__main__")
     elif what == "python":  # a program, where a shell would start it
         line = ask(os.environ[FORKS], [__file__, "program", *given], dict(os.environ), os.getcwd(), (0, 1, 2))
-        sys.exit(int.from_bytes(line.recv(16, socket.MSG_WAITALL)[8:], "big", signed=True))
+        received(line)
+        sys.exit(received(line))
     elif what == "ray":  # its command line
         let_ray_ask()
         sys.argv = sys.argv[1:]
