@@ -427,7 +427,7 @@ def fleet(cluster, tiny, runner):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    settings = VllmOmniConfig(enforce_eager=True, max_num_seqs=8, request_batch_max_wait_ms=20.0, openai_port=port)
+    settings = VllmOmniConfig(enforce_eager=True, max_num_seqs=8, openai_port=port)
     config = DiffusionRolloutConfig(
         backend="vllm_omni", dtype="float32", vllm_omni=settings, router=RouterConfig(request_timeout_s=120)
     )
