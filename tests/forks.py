@@ -107,8 +107,11 @@ def import_all(modules):
     gc.freeze()  # no fork looks through all of it for garbage
 
 
-def serve(place, modules, life):
-    """Fork for each that asks, until the file `life` ends. Returns in a fork: what it was asked to be."""
+def serve(place, modules, life, last=False):
+    """Fork for each that asks, until the file `life` ends; with `last` what still runs then is killed.
+
+    Returns in a fork: what it was asked to be.
+    """
     running, imported = {}, False
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -120,6 +123,8 @@ def serve(place, modules, life):
         while True:
             ready = select.select([door, life, woken], [], [])[0]
             if life in ready:
+                for one in running if last else ():
+                    os.kill(one, signal.SIGKILL)
                 os._exit(0)
             if woken in ready:
                 os.read(woken, 64)
@@ -215,7 +220,7 @@ if __name__ == "__main__":
     what, *given = sys.argv[1:]
     if what == "serve":
         place, *modules = given
-        become(*serve(place, modules, sys.stdin))
+        become(*serve(place, modules, sys.stdin, last=True))
     elif what == "work":
         work(given)
     elif what == "program":  # an app, or `one_ray.py`
