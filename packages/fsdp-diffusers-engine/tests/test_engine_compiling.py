@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,19 @@ def test_compiled_blocks_of_wan_turn_each_channel_by_itself(monkeypatch: pytest.
     assert calls == [1]
     for ours, theirs in zip(*found, strict=True):
         assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max() + 1e-6
+
+
+def test_the_kernel_of_heads_takes_powers_of_two() -> None:
+    """Triton's programs have no other sizes; the compiler has."""
+    tokens, processor = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16), SimpleNamespace(_parallel_config=None)
+    names = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+    for width, taken in ((128, True), (24, False)):
+        norm = nn.RMSNorm(width, dtype=torch.bfloat16).requires_grad_(False)
+        across = nn.RMSNorm(40 * width, dtype=torch.bfloat16)
+        attn = SimpleNamespace(heads=40, **dict.fromkeys(names, norm))
+        with torch.no_grad():
+            assert rotary.takes_turned_heads(processor, attn, across, tokens) == taken
+        assert rotary.takes_joined_heads(processor, attn, tokens) == taken
 
 
 def test_blocks_that_sample_have_gelu_inside_the_product(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,14 +73,19 @@ def let_compile() -> None:
 
 
 def takes_joined_heads(processor: Any, attn: Any, hidden_states: Tensor) -> bool:
-    """Whether the kernel is for these numbers: bf16 on a GPU, norms that are not trained, whole sequences."""
+    """Whether the kernel is for these numbers: bf16 on a GPU, norms that are not trained, whole sequences, heads of 2, 4, 8, …
+    channels."""
     if not hidden_states.is_cuda or processor._parallel_config is not None:
         return False
     norms = (attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k)
     weights: list[Any] = [getattr(norm, "weight", None) for norm in norms]
-    if any(each is None or each.requires_grad for each in weights):
+    if any(each is None or each.requires_grad or not _doubled(each.shape[0]) for each in weights):
         return False
     return all(each.dtype == torch.bfloat16 for each in (hidden_states, *weights))
+
+
+def _doubled(channels: int) -> bool:
+    return channels & (channels - 1) == 0  # Triton counts in powers of two only
 
 
 def attend_jointly(
@@ -149,7 +154,7 @@ def attend_wan(processor: Any, attn: Any, tokens: Tensor, mask: Tensor | None, a
 
     def heads(project: Any, norm: Any) -> Tensor:
         added = project.added(tokens) if isinstance(project, AdaptedLinear) else []
-        if len(added) > 1 or not takes_turned_heads(processor, norm, tokens):
+        if len(added) > 1 or not takes_turned_heads(processor, attn, norm, tokens):
             return turned(norm(project(tokens)).unflatten(-1, (attn.heads, -1)), cos, sin)
         from model_specs.joined_heads import turned_heads
 
@@ -165,9 +170,10 @@ def attend_wan(processor: Any, attn: Any, tokens: Tensor, mask: Tensor | None, a
     return attended
 
 
-def takes_turned_heads(processor: Any, norm: Any, tokens: Tensor) -> bool:
-    """Whether the kernel is for these numbers: bf16 on a GPU, nothing differentiated, whole sequences."""
-    whole = tokens.is_cuda and processor._parallel_config is None
+def takes_turned_heads(processor: Any, attn: Any, norm: Any, tokens: Tensor) -> bool:
+    """Whether the kernel is for these numbers: bf16 on a GPU, nothing differentiated, whole sequences, heads of 2, 4, 8, …
+    channels."""
+    whole = tokens.is_cuda and processor._parallel_config is None and _doubled(norm.weight.shape[0] // attn.heads)
     return whole and not torch.is_grad_enabled() and tokens.dtype == norm.weight.dtype == torch.bfloat16
 
 
