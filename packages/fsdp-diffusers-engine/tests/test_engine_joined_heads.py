@@ -12,6 +12,7 @@ from fsdp_diffusers_engine.adapted_linear import AdaptedLinear
 from model_specs import joined_heads
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear
+from torch._dynamo.utils import counters
 
 torch.manual_seed(0)
 block = QwenImageTransformerBlock(48, 3, 16).bfloat16().requires_grad_(False)
@@ -109,6 +110,13 @@ out = joined_heads.joined_heads(text, image, *rest)
 of_sums(text, image, text, image, *rest)
 joined_heads.joined_heads_gradient(out, text, image, *rest)
 assert grids == [(many, 3)] + 3 * [(many + 1, 3)], grids  # CUDA takes up to 65,535 in all places but the first
+
+counters.clear()
+torch._dynamo.reset()
+dynamic = torch.compile(joined_heads.joined_heads, backend="eager", dynamic=True, fullgraph=True)
+for rows in (5, 6, 7):
+    dynamic(*(torch.zeros(rows, n, 4).bfloat16() for n in (8, 9)), norm, norm, angle[:8], angle[:9], 1e-6)
+assert counters["stats"]["unique_graphs"] == 1, "a graph for each size of a batch"
 print("agrees")
 """
 

@@ -203,7 +203,7 @@ def _turned(tokens: Tensor, added: Tensor | None, norm: Tensor, angle: Tensor, e
 @joined_heads.register_fake
 def _empty(text: Tensor, image: Tensor, text_norm: Tensor, *others: Any) -> Tensor:
     D = len(text_norm)
-    return text.new_empty(len(text), text.shape[1] + image.shape[1], text.shape[2] // D, D)
+    return text.new_empty(text.shape[0], text.shape[1] + image.shape[1], text.shape[2] // D, D)
 
 
 @joined_heads_of_sums.register_fake
