@@ -12,6 +12,7 @@ from lora_sync import (
     PayloadError,
     StaleVersionError,
     base_weights,
+    checksum,
     content_sum,
     load_named,
     load_weights,
@@ -174,6 +175,30 @@ def test_content_sums_see_every_change_but_not_the_layout():
     assert content_sum([weights[0]]) != total
     assert content_sum([*weights, torch.zeros(1)]) != total
     assert content_sum([w.bfloat16() for w in weights]) != total
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_sum_is_compiled_where_that_is_possible(monkeypatch, works):
+    """A GPU's device is played by the CPU's."""
+    asked = []
+
+    def compiled(function, dynamic):
+        def call(bits):
+            asked.append(bits.numel())
+            if not works:
+                raise RuntimeError("no C compiler")
+            return function(bits)
+
+        return call
+
+    weights = [torch.randn(5, 7), torch.randn(1), torch.randn(0)]
+    total, zeros = content_sum(weights), torch.zeros
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, **options: zeros(*shape, **options))
+    mixer = checksum._mixer.__wrapped__("cuda")
+    monkeypatch.setattr(checksum, "_mixer", lambda _: mixer)
+    assert content_sum(weights) == total
+    assert asked == ([2, 35] if works else [2])
 
 
 def test_buckets_group_a_stream():

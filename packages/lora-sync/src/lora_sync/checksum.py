@@ -56,7 +56,8 @@ def content_sum(tensors: Iterable[Tensor]) -> str:
     for tensor in tensors:
         flat = tensor.detach().contiguous().reshape(-1)
         bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-        sums[flat.device] += [_mixer(flat.device.type)(part) for part in bits.split(_PART)]
+        mixed = _mixer(flat.device.type) if flat.numel() > 1 else _mixed  # fewer would each be compiled by themselves
+        sums[flat.device] += [mixed(part) for part in bits.split(_PART)]
         count += flat.numel()
     total = sum(int(torch.stack(each).sum()) for each in sums.values())
     return f"{count}:{total % 2**64:016x}"
@@ -72,8 +73,15 @@ def _mixed(bits: Tensor) -> Tensor:
 
 @cache
 def _mixer(device: str) -> Callable[[Tensor], Tensor]:
-    """`_mixed`, compiled where there is a GPU: it holds no number of its own between the operations."""
-    return torch.compile(_mixed, dynamic=True) if device == "cuda" else _mixed
+    """`_mixed`, compiled where there is a GPU and a C compiler: it holds no number of its own between the operations."""
+    if device != "cuda":
+        return _mixed
+    compiled = torch.compile(_mixed, dynamic=True)
+    try:
+        compiled(torch.zeros(2, dtype=torch.int32, device=device))
+    except Exception:  # whatever it lacks, the sum is the same
+        return _mixed
+    return compiled
 
 
 def _shift(x: Tensor, by: int) -> Tensor:

@@ -62,10 +62,13 @@ def _wide(x: Tensor) -> Tensor:
 def whole_rows(stock: Callable[[Any, bool], bool], features: Any, cooperative_reduction: bool) -> bool:
     """Whether the compiler makes one pass of a reduction: rows of up to 16,384 numbers stay in registers (its own limit is 1,024),
     so that norms, and the rounding of a row to fp8, read their row once."""
+    from torch._inductor import config
+
     short = features.reduction_numel.is_Integer and 1024 < int(features.reduction_numel) <= _ROW
-    if not short or cooperative_reduction or not all(map(along_rows, features.reduction_nodes())):
-        return stock(features, cooperative_reduction)
-    return True
+    asked = config.triton.persistent_reductions and not cooperative_reduction
+    if short and asked and all(map(along_rows, features.reduction_nodes())):
+        return True
+    return stock(features, cooperative_reduction)
 
 
 def along_rows(node: Any) -> bool:

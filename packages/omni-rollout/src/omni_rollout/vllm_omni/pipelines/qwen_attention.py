@@ -54,9 +54,10 @@ class JoinedAttention(QwenImageCrossAttention):
 
 
 def takes_joined_heads(attention: QwenImageCrossAttention) -> bool:
-    """Whether the kernel is for this layer: bf16 on a GPU, as many keys as queries, whole sequences."""
+    """Whether the kernel is for this layer: bf16 on a GPU, as many keys as queries, whole sequences, a power of 2 as width."""
     weight: Tensor | None = getattr(attention.norm_q, "weight", None)
     config = attention.parallel_config
     whole = config is None or config.sequence_parallel_size == 1
     alike = attention.query_num_heads == attention.kv_num_heads == attention.add_query_num_heads
-    return weight is not None and weight.is_cuda and weight.dtype == torch.bfloat16 and whole and alike
+    fits = whole and alike and attention.head_dim & (attention.head_dim - 1) == 0
+    return weight is not None and weight.is_cuda and weight.dtype == torch.bfloat16 and fits
