@@ -35,19 +35,17 @@ class JoinedAttention(QwenImageCrossAttention):
 
         image, text = self.to_qkv(hidden_states)[0], self.add_kv_proj(encoder_hidden_states)[0]
         angles, width = (
-            (torch.view_as_real(txt_freqs), torch.view_as_real(vid_freqs)),
+            [torch.view_as_real(each) for each in (txt_freqs, vid_freqs)],
             self.head_dim * self.query_num_heads,
         )
         parts = list(zip(text.split(width, dim=-1), image.split(width, dim=-1), strict=True))
         query = joined_heads(*parts[0], self.norm_added_q.weight, self.norm_q.weight, *angles, self.eps)
         key = joined_heads(*parts[1], self.norm_added_k.weight, self.norm_k.weight, *angles, self.eps)
         value = torch.cat(parts[2], dim=1).view_as(query)
-        mask = encoder_hidden_states_mask
+        mask, metadata = encoder_hidden_states_mask, None
         if mask is not None:
-            mask = torch.cat([mask, mask.new_ones(image.shape[:2])], dim=1)
-        attended = self.attn(query, key, value, None if mask is None else AttentionMetadata(attn_mask=mask)).flatten(
-            2, 3
-        )
+            metadata = AttentionMetadata(attn_mask=torch.cat([mask, mask.new_ones(image.shape[:2])], dim=1))
+        attended = self.attn(query, key, value, metadata).flatten(2, 3)
         # One copy each: products in fp8, and an adapter's, want rows without gaps.
         at_text, at_image = attended[:, : text.shape[1]].contiguous(), attended[:, text.shape[1] :].contiguous()
         return self.to_out(at_image), self.to_add_out(at_text)
