@@ -268,6 +268,15 @@ def test_offloading_activations_copies_no_weight(
     assert min(counts[0]) > 100
 
 
+def test_offloaded_activations_come_back_as_they_lay() -> None:
+    """A compiled backward is made for certain strides: those of a slice, or of what was expanded, too."""
+    joined = torch.randn(2, 5, 3, 8)
+    for saved in (joined[:, :, 1], joined.mT, torch.randn(2, 1, 4).expand(2, 3, 4), joined[:0], torch.tensor(3.0)):
+        back = offload._unpack(offload._pack(saved))
+        assert torch.equal(back, saved)
+        assert back.stride() == saved.stride()
+
+
 def test_compiled_blocks_change_no_number(
     make_engine: Any, make_batch: Any, stir: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

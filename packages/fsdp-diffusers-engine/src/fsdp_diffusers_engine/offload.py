@@ -27,18 +27,28 @@ def is_weight(tensor: Tensor) -> bool:
     return isinstance(base, nn.Parameter)
 
 
-def _pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+_Kept = tuple[torch.device, torch.Size, tuple[int, ...], Tensor]
+"""Where a tensor was, its shape and strides, and its elements on the CPU, each once."""
+
+
+def _pack(tensor: Tensor) -> Tensor | _Kept:
     if is_weight(tensor):
         return tensor
-    kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return tensor.device, kept.copy_(tensor, non_blocking=True)
+    strides = tensor.stride()
+    own = tensor.as_strided(
+        [size if stride else min(size, 1) for size, stride in zip(tensor.shape, strides, strict=True)], strides
+    )
+    kept = torch.empty_like(own, device="cpu", pin_memory=tensor.is_cuda)
+    return tensor.device, tensor.shape, strides, kept.copy_(own, non_blocking=True)
 
 
-def _unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+def _unpack(packed: Tensor | _Kept) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    device, kept = packed
-    return kept.to(device, non_blocking=True)
+    device, shape, strides, kept = packed
+    # With the gaps of a slice, if it was one: `to` would close them, and a compiled backward reads what it expects.
+    back = torch.empty_strided(kept.shape, strides, dtype=kept.dtype, device=device)
+    return back.copy_(kept, non_blocking=True).as_strided(shape, strides)
 
 
 def move_module(module: nn.Module, device: torch.device, *, grad: bool = True) -> None:

@@ -18,7 +18,7 @@ from .host import host_pieces
 from .layers import base_parameters, full
 
 _PARALLEL_BYTES = 32 << 20
-_PART = 1 << 24
+_ROW, _PART = 128, 1 << 24
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
@@ -56,29 +56,36 @@ def content_sum(tensors: Iterable[Tensor]) -> str:
     for tensor in tensors:
         flat = tensor.detach().contiguous().reshape(-1)
         bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-        mixed = _mixer(flat.device.type) if flat.numel() > 1 else _mixed  # fewer would each be compiled by themselves
-        sums[flat.device] += [mixed(part) for part in bits.split(_PART)]
+        whole = bits.numel() // _ROW * _ROW
+        for part in (*bits[:whole].view(-1, _ROW).split(_PART // _ROW), bits[whole:][None]):
+            if part.numel():
+                mixed = _mixer(part.device.type) if len(part) > 1 else _mixed  # one row would be compiled by itself
+                sums[part.device].append(mixed(part).sum())
         count += flat.numel()
     total = sum(int(torch.stack(each).sum()) for each in sums.values())
     return f"{count}:{total % 2**64:016x}"
 
 
 def _mixed(bits: Tensor) -> Tensor:
-    """The sum of the elements' mixed bits, int64 []."""
+    """[n, m] → the sum of each row's mixed bits, int64 [n]."""
     x = bits.to(torch.int64) + _GOLDEN
     x = (x ^ _shift(x, 30)) * _MIX1
     x = (x ^ _shift(x, 27)) * _MIX2
-    return (x ^ _shift(x, 31)).sum()
+    return (x ^ _shift(x, 31)).sum(1)
 
 
 @cache
 def _mixer(device: str) -> Callable[[Tensor], Tensor]:
-    """`_mixed`, compiled where there is a GPU and a C compiler: it holds no number of its own between the operations."""
+    """`_mixed`, compiled where there is a GPU and a C compiler: it holds no number of its own between the operations.
+
+    Rows of one length are added side by side whatever their number. All elements as one row would be added by a single block
+    of threads if the tensor that it is compiled for is a small one: seconds for each layer.
+    """
     if device != "cuda":
         return _mixed
     compiled = torch.compile(_mixed, dynamic=True)
     try:
-        compiled(torch.zeros(2, dtype=torch.int32, device=device))
+        compiled(torch.zeros(1 << 12, _ROW, dtype=torch.int32, device=device))
     except Exception:  # whatever it lacks, the sum is the same
         return _mixed
     return compiled
