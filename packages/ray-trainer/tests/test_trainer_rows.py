@@ -50,8 +50,8 @@ from safetensors.torch import load_file
 from tensordict import TensorDict
 
 RECIPES = Path(str(files("flowgrpo"))) / "recipes"
-ELEMENTS = 8192
-"""Of a latent: a trajectory of two steps takes 128 KiB, so that one that crosses the driver is seen."""
+ELEMENTS = 2048
+"""Of a latent: a trajectory of two steps takes 32 KiB, so that one that crosses the driver is seen."""
 
 
 # ---- the other process -----------------------------------------------------------------------------------------------------
@@ -528,7 +528,7 @@ def measured(made, steps=2, enough=0.0):
 def test_the_driver_moves_little_of_a_sample_whatever_the_number_of_workers(program, engines):
     found = {workers: measured(program(workers, 512, engines), steps=1) for workers in (1, 8, 64)}
     both = {workers: one["sent"] + one["received"] for workers, one in found.items()}
-    assert all(size <= 2000 for size in both.values()), found  # a trajectory alone is 131,072 bytes, a picture 192
+    assert all(size <= 2000 for size in both.values()), found  # a trajectory alone is 32,768 bytes, a picture 192
     # A worker's own share is that of its calls, whatever the samples.
     assert (both[64] - both[1]) * 512 <= 63 * 4000, found
     twice = measured(program(8, 1024, engines), steps=1)
@@ -537,7 +537,7 @@ def test_the_driver_moves_little_of_a_sample_whatever_the_number_of_workers(prog
 
 @pytest.mark.parametrize("engines", [0, 4])
 def test_what_an_edit_begins_from_goes_from_worker_to_worker(program, monkeypatch, engines):
-    """Half of the samples are edited: the clean latents of the first turn are 32,768 bytes a sample."""
+    """Half of the samples are edited: the clean latents of the first turn are 8,192 bytes a sample."""
     monkeypatch.setattr(omni_rollout.edit_loop, "GOOD_ENOUGH", 15.0)  # the reward is 7 more than the index
     loop = ["rollout.agent.default_agent_loop=diffusion_judge_edit_agent", "rollout.agent.num_turns=2"]
     found = {}
@@ -552,7 +552,7 @@ def test_what_an_edit_begins_from_goes_from_worker_to_worker(program, monkeypatc
 
 @pytest.mark.parametrize("engines", [0, 4])
 def test_latents_that_a_reward_reads_do_not_pass_the_driver(program, tmp_path, engines):
-    """They are 32,768 bytes of a sample."""
+    """They are 8,192 bytes of a sample."""
     file = tmp_path / f"first_latent_{engines}_of_a_test.py"
     file.write_text("def first(latents):\n    return 0.0\n")
     made = program(8, 64, engines, f"reward.name={file}:first")
