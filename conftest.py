@@ -32,10 +32,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # cluster; and the process with one Ray in which runs follow each other.
 TOGETHER = {
     "engine": (
-        "test_reward_gpus",  # two that need a Ray of their own, which has other GPUs and imports nothing ahead
-        "test_reward_loop",
+        "test_reward_gpus",  # which needs a Ray of its own, with other GPUs, and whose workers are no forks
         "test_rollout_nodes",
         "test_rollout_vllm_",
+        "test_reward_loop",
         "test_lora_transport",
         "test_wrong_base",
         "test_own_parts",

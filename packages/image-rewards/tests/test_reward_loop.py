@@ -83,24 +83,6 @@ def test_pool_gives_the_same_results_for_any_worker_count(ray, shape_samples):
             assert len(set(loop.health())) == workers
 
 
-def test_workers_import_neither_torch_nor_transformers_and_use_this_interpreter(ray):
-    class Looks(PerSampleReward):
-        name = "looks"
-
-        def score_one(self, sample):
-            import sys
-
-            heavy = {"torch", "transformers", "diffusers"} & set(sys.modules)
-            return RewardResult(float(len(heavy)), {"same": float(sys.executable == sample.prompt)})
-
-    import sys
-
-    with RewardLoopManager(Looks(), num_workers=1) as loop:
-        result = loop.score_batch([RewardSample(np.zeros((3, 2, 2), np.uint8), sys.executable)])[0]
-    assert result.score == 0.0
-    assert result.components["same"] == 1.0
-
-
 def test_workers_find_the_working_folder_and_take_functions(ray, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # Ray's workers were started elsewhere
     (tmp_path / "my_pool_reward.py").write_text("def red(image, prompt):\n    return image[0].mean()\n")

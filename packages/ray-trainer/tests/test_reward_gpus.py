@@ -1,10 +1,15 @@
-"""Rewards on GPUs, over GPUs that a local Ray only counts: whose they are, who sees which, and when there are too few."""
+"""Rewards on GPUs, over GPUs that a local Ray only counts: whose they are, who sees which, and when there are too few.
+
+And what workers import, which the Ray of `test_reward_loop.py` may have imported ahead.
+"""
 
 import asyncio
 import os
+import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -74,10 +79,8 @@ def test_own_cards_are_reserved_beside_the_trainers_and_left_out_of_what_engines
         gang.release()
 
 
-def sample():
-    import numpy as np
-
-    return RewardSample(np.zeros((3, 8, 8), np.uint8))
+def sample(prompt=""):
+    return RewardSample(np.zeros((3, 8, 8), np.uint8), prompt)
 
 
 def test_a_worker_beside_a_trainer_sees_its_card_reserves_none_and_sleeps(four_gpus):
@@ -89,6 +92,20 @@ def test_a_worker_beside_a_trainer_sees_its_card_reserves_none_and_sleeps(four_g
         assert all(result.components["reserved"] == 0 for result in first)
         asyncio.run(pool.sleep())
         assert all(result.components["slept"] == 1 for result in pool.score_batch([sample(), sample()]))
+
+
+def test_workers_import_neither_torch_nor_transformers_and_use_this_interpreter(four_gpus):
+    class Looks(PerSampleReward):
+        name = "looks"
+
+        def score_one(self, sample):
+            heavy = {"torch", "transformers", "diffusers"} & set(sys.modules)
+            return RewardResult(float(len(heavy)), {"same": float(sys.executable == sample.prompt)})
+
+    with RewardLoopManager(Looks(), num_workers=1) as pool:
+        result = pool.score_batch([sample(sys.executable)])[0]
+    assert result.score == 0.0
+    assert result.components["same"] == 1.0
 
 
 def test_too_few_cards_are_refused(four_gpus, make):
