@@ -180,8 +180,9 @@ def test_all_of_them_train(own, place, start, forked_engine, small, metric_rows,
     ]
     if (sys.platform, platform.machine()) == ("linux", "x86_64"):
         mine.append("rollout.backend=vllm_omni")
-    steps = ["trainer.total_steps=2", "trainer.val_every=2"]
-    arguments = [*small, *own, *mine, *steps, f"trainer.run_dir={folder}"]
+    few = ["trainer.total_steps=2", "trainer.val_every=2", "data.val_max_prompts=2", "data.prompts_per_step=2"]
+    few.append("actor.ppo_mini_batch_size=8")
+    arguments = [*small, *own, *mine, *few, f"trainer.run_dir={folder}"]
     done = start("flowgrpo", *arguments, forked=forked_engine).wait(timeout=290)
     assert done.code == 0, done.err[-4000:]
     assert done.left_over == []

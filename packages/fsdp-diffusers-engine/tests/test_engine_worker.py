@@ -51,18 +51,18 @@ def test_fine_calls(make_worker: Any, make_batch: Any, tmp_path: Path) -> None:
 
 
 def test_mini_batches_epochs_and_shuffling(make_worker: Any, make_batch: Any) -> None:
-    data = make_batch(count=10)
+    data = make_batch(count=5)
     data.set_non_tensor("global_step", 3)
-    data["old_log_probs"] = torch.zeros(10, 2)
+    data["old_log_probs"] = torch.zeros(5, 2)
 
     def trained(**actor: Any) -> tuple[dict[str, float], str, int]:
-        worker = make_worker(ppo_mini_batch_size=4, **actor)
+        worker = make_worker(ppo_mini_batch_size=2, **actor)
         metrics = worker.train_mini_batch(data)["metrics"]
         return metrics, worker.save_weights(version=1).hash, worker.engine.optimizer_steps
 
     metrics, plain, steps = trained()
     assert steps == 3
-    assert metrics["actor/count"] == 20.0
+    assert metrics["actor/count"] == 10.0
     assert metrics["perf/mfu"] > 0.0
     assert trained(ppo_epochs=2)[2] == 6
     shuffled = trained(shuffle=True)[1]

@@ -1,6 +1,7 @@
 """The embedded backend on the tiny policy: determinism, independence of the batch, exact replay, weights and states."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -257,14 +258,14 @@ def test_states_and_abort(tiny, make_request):
 
     def run():
         try:
-            backend.generate(requests_of(make_request, 16, num_inference_steps=40))
+            backend.generate(requests_of(make_request, 16, num_inference_steps=10))
         except AbortedError as error:
             errors.append(str(error))
 
     thread = threading.Thread(target=run)
     thread.start()
     while not backend._running:
-        pass
+        time.sleep(0.001)
     assert backend.abort(["r15", "nobody"]) == 1
     thread.join()
     assert errors == ["1 of 4 samples of a batch were cancelled."]

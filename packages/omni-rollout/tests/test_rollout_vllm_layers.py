@@ -1,7 +1,8 @@
-"""What an engine on a GPU needs of this package, as far as a CPU can show it: layers in fp8, blocks that are compiled."""
+"""What an engine on a GPU needs of this package, as far as a CPU can show it: layers in fp8, cut by rank, or compiled in blocks."""
 
 import platform
 import sys
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,3 +31,50 @@ def test_an_adapter_beside_a_weight_that_lies_the_other_way_round(engine, server
 def test_compiled_blocks_attend_as_the_engines_own_do(engine, server, runner, mask):
     off, largest = runner.run(engine.backend.call(server.attended_jointly, mask))
     assert off < 1e-5 * largest
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_engine_counts_what_its_layers_hold(engine, server, runner, ranks):
+    """Every element of the adapter once, whichever ranks hold it; one that is wrong in one place is not counted."""
+
+    def counts():
+        from omni_rollout.vllm_omni import worker_adapters as module
+        from omni_rollout.vllm_omni.lora_product import Factors, LoRAMethod
+        from vllm.model_executor.layers.linear import ColumnParallelLinear
+
+        part = {"A": torch.randn(2, 5), "B": torch.randn(6, 2)}
+
+        def held(rank):
+            """A layer of `ranks` ranks: A on all of them, B cut by rows."""
+            layer = ColumnParallelLinear.__new__(ColumnParallelLinear)
+            torch.nn.Module.__init__(layer)
+            layer.tp_size, layer.tp_rank = ranks, rank
+            method = LoRAMethod(None, [6 // ranks])
+            method.active = Factors(part["A"].clone(), part["B"].chunk(ranks)[rank].clone())
+            layer.quant_method = method
+            return layer
+
+        def among(size, reduce):
+            names = "get_tensor_model_parallel_world_size", "tensor_model_parallel_all_reduce"
+            return patch.multiple(module, **dict(zip(names, (lambda: size, reduce), strict=True)))
+
+        def counted(layers):
+            worker = module.WorkerAdapters.__new__(module.WorkerAdapters)
+            worker.device = torch.device("cpu")
+            sent, parts = {"to_q": {0: part}}, []
+            with among(1, lambda value: parts.append(value) or value):
+                for layer in layers:
+                    worker._equal({"to_q": layer}, sent)
+            with among(ranks, lambda value: sum(parts)):
+                return worker._equal({"to_q": layers[0]}, sent)
+
+        layers = [held(rank) for rank in range(ranks)]
+        found = [counted(layers)]
+        layers[-1].quant_method.active.b[0, 0] += 1
+        found.append(counted(layers))
+        layers[-1].quant_method.active.a[1, 3] = float("nan")
+        return [*found, counted(layers)]
+
+    *found, less = runner.run(engine.backend.call(server.do, counts))
+    assert found == [22, 21]
+    assert less < 21
