@@ -138,15 +138,14 @@ def cluster(tmp_path_factory):
     ] == []  # nothing was written where the raylet lives
 
 
-def test_the_readmes_command_trains_on_a_cluster_from_another_folder(here, cluster, tmp_path):
+def test_the_readmes_command_trains_on_a_cluster_from_another_folder(here, cluster, forked):
     folder, arguments = here
     address, environment = cluster
     arguments = [a for a in arguments if not a.startswith("ray.address=")]
-    done = subprocess.run(
-        [sys.executable, ROOT / "apps" / "flowgrpo", *arguments, f"ray.address={address}", *SMALL],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    command = [ROOT / "apps" / "flowgrpo", *arguments, f"ray.address={address}", *SMALL]
+    program = forked(command, env=environment, cwd=folder)
+    out, err = program.communicate(timeout=400)
+    assert program.returncode == 0, out[-2000:] + err[-4000:]
     (run,) = (folder / "runs").iterdir()
     assert json.loads((run / "checkpoints" / "latest.json").read_text()) == {"step": 1}
     assert (run / "checkpoints" / "step_000001").is_dir()
