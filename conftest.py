@@ -52,7 +52,7 @@ TOGETHER = {
 }
 # What takes longest comes first, so that the two processes end together.
 LONG = (
-    *TOGETHER["one ray"], *TOGETHER["engine"], "end_to_end", "test_trainer_cluster", "test_cluster", "test_wheels",
+    *TOGETHER["one ray"], *TOGETHER["engine"], "end_to_end", "test_cluster", "test_wheels",
     "test_engine_ranks", "test_notebooks", "test_bench_gpu", "test_processes", "test_two_machines",
 )  # fmt: skip
 

@@ -1,4 +1,7 @@
-"""The README's cluster command, on a cluster that was started from another folder and by a person without a history."""
+"""The README's cluster command, on a cluster that was started from another folder by a person who has a token and no history.
+
+Who joins must have the token. A cluster that does not answer is named soon.
+"""
 
 import json
 import os
@@ -10,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,8 +21,10 @@ import ray
 import yaml
 from flowgrpo.cli import main
 from ray_trainer.assets import builtin
+from ray_trainer.cluster import JOIN_TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parent.parent
+TOKEN = "5e" * 32
 # As small as the command can be made without changing what it does.
 SMALL = [
     "trainer.num_workers=2",
@@ -104,8 +110,10 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """`ray start --head` in a folder of its own with a new HOME; (address, environment). Its workers are forks."""
+    """`ray start --head` in a folder of its own with a new HOME and its token; (address, environment). Its workers are forks."""
     place = tmp_path_factory.mktemp("elsewhere")
+    (place / ".ray").mkdir()
+    (place / ".ray" / "auth_token").write_text(TOKEN)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"HOME": str(place)}
     temp = Path("/tmp") / f"ray-test-{os.getpid()}"  # not in pytest's folder, whose path is too long for Ray's sockets
     options = {
@@ -136,6 +144,96 @@ def cluster(tmp_path_factory):
     assert [
         p.name for p in place.iterdir() if not p.name.startswith(".")
     ] == []  # nothing was written where the raylet lives
+
+
+SESSION = """
+import sys
+from ray_trainer import cluster
+from ray_trainer.cluster import prepare_environment, ray_session
+prepare_environment()
+cluster.JOIN_TIMEOUT_S = float(sys.argv[2])
+from ray_trainer.config import RayConfig
+from ray_trainer.errors import TrainerError
+try:
+    with ray_session(RayConfig(address=sys.argv[1])):
+        import ray
+        print("answer", ray.get(ray.remote(lambda: 6 * 7).remote()), flush=True)
+        look = lambda: sorted(f"{k}={v}" for k, v in __import__("os").environ.items() if v.startswith("mark-"))
+        for variable in ray.get(ray.remote(look).remote()):
+            print(variable, flush=True)
+except TrainerError as error:
+    print(error, file=sys.stderr)
+    raise SystemExit(2)
+"""
+
+
+def session(home, address, patience=JOIN_TIMEOUT_S, **env):
+    """(exit code, output, errors, seconds) of a program that joins a cluster with this home."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", SESSION, address, str(patience)],
+        env={**clean, "HOME": str(home), **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, done.stderr, time.monotonic() - start
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nobody(tmp_path_factory):
+    """What `session` gives, in the end, where no cluster answers: at a port that is closed, and at one where something listens."""
+    home = tmp_path_factory.mktemp("nobody")
+    with socket.socket() as silent, ThreadPoolExecutor() as beside:  # they only wait, while other tests run
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(4)
+        ports = {"closed": (1, 9), "silent": (silent.getsockname()[1], 7)}
+        yield {
+            name: (port, beside.submit(session, home, f"127.0.0.1:{port}", patience=patience))
+            for name, (port, patience) in ports.items()
+        }
+
+
+GIVEN = ("HF_HOME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "WANDB_MODE", "https_proxy", "HTTPS_PROXY", "OPENAI_API_KEY")
+
+
+@pytest.fixture(scope="module")
+def joined(cluster):
+    """What a session says that joined from where the token is, with these variables and some that are no cluster's business."""
+    address, environment = cluster
+    given = {name: f"mark-{place}" for place, name in enumerate(GIVEN)}
+    others = {"AWS_SECRET_ACCESS_KEY": "mark-no", "GITHUB_TOKEN": "mark-no"}
+    code, out, err, _ = session(environment["HOME"], address, **others, **given)
+    assert code == 0, err
+    return out.splitlines()
+
+
+def test_a_cluster_with_a_token_is_joined_from_where_the_token_is(cluster, joined, tmp_path):
+    assert joined[0] == "answer 42"
+    code, out, err, _ = session(tmp_path, cluster[0], RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN)
+    assert (code, out) == (0, "answer 42\n"), err
+
+
+def test_a_joined_clusters_processes_get_the_variables_of_the_list_and_no_others(joined):
+    assert joined[1:] == sorted(f"{name}=mark-{place}" for place, name in enumerate(GIVEN))
+
+
+def test_a_missing_token_is_said(cluster, tmp_path):
+    code, _, err, _ = session(tmp_path, cluster[0])
+    assert code == 2
+    assert "demands a token that this machine does not have" in err
+
+
+@pytest.mark.parametrize("where", ["closed", "silent"])
+def test_a_cluster_that_is_gone_is_one_line_within_half_a_minute(nobody, where):
+    assert JOIN_TIMEOUT_S == 30
+    port, done = nobody[where]
+    code, _, err, seconds = done.result()
+    assert code == 2
+    assert f"no Ray cluster answers at ray.address='127.0.0.1:{port}'" in err
+    assert err.count("\n") == 1
+    assert seconds < 39  # 9 s for the answer; the rest is for a busy machine that starts Python
 
 
 def test_the_readmes_command_trains_on_a_cluster_from_another_folder(here, cluster, forked):
@@ -178,7 +276,7 @@ def test_the_engines_own_workers_meet_at_the_first_ones_node(cluster, forked, tm
     address, environment = cluster
     (tmp_path / "workers.py").write_text(WORKERS)
     command = [tmp_path / "workers.py", address, builtin("models", "tiny_qwen_image")]
-    program = forked(command, env=environment | {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"})
+    program = forked(command, env=environment | {"RAY_AUTH_MODE": "token", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"})
     out, err = program.communicate(timeout=300)
     assert program.returncode == 0, err[-4000:]
     assert "RAY_ENABLE_UV_RUN_RUNTIME_ENV=0 before Ray is imported" in out
