@@ -62,8 +62,9 @@ pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark
 class Machines:
     """Two machines; the head runs from the start."""
 
-    def __init__(self, place):
-        self.place, self.temp = place, Path("/tmp") / f"ray-two-{os.getpid()}"  # short: sockets lie in it
+    def __init__(self, place, forked):
+        self.forked, self.place = forked, place
+        self.temp = Path("/tmp") / f"ray-two-{os.getpid()}"  # short: sockets lie in it
         self.names = [f"drl{os.getpid()}{which}" for which in "ab"]
         self.home = place / "home"
         self.home.mkdir()
@@ -119,10 +120,8 @@ class Machines:
 
     def program(self, *keys):
         """flowgrpo on the first machine."""
-        command = ["ip", "netns", "exec", self.names[0], sys.executable, str(ROOT / "apps" / "flowgrpo"), *MICRO, *keys]
-        return subprocess.Popen(
-            command, env=self.env, cwd=self.place, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        command = [ROOT / "tests" / "in_namespace.py", self.names[0], ROOT / "apps" / "flowgrpo", *MICRO, *keys]
+        return self.forked(command, env=self.env, cwd=self.place)
 
     def refused(self, *keys):
         """What the program says when it will not start, and after how many seconds."""
@@ -141,8 +140,8 @@ class Machines:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    machines = Machines(tmp_path_factory.mktemp("two"))
+def two(tmp_path_factory, forked):
+    machines = Machines(tmp_path_factory.mktemp("two"), forked)
     try:
         yield machines
     finally:
