@@ -29,11 +29,17 @@ IN_ROOT = {
 """(package, its extra): the extra of the root that brings it."""
 
 
+def nodes(file, *words):
+    """The nodes of a file that has one of these words; most have none, and are not parsed."""
+    text = file.read_text(encoding="utf-8")
+    return list(ast.walk(ast.parse(text))) if any(word in text for word in words) else []
+
+
 def texts(file):
-    """(line, text) of each text in a file; what is formatted into one stays as {expression}."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
+    """(line, text) of each text in a file about installing; what is formatted into one stays as {expression}."""
+    found = nodes(file, "install")
+    inside = {id(part) for node in found if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in found:
         if isinstance(node, ast.JoinedStr):
             parts = [p.value if isinstance(p, ast.Constant) else f"{{{ast.unparse(p.value)}}}" for p in node.values]
             yield node.lineno, "".join(map(str, parts))
@@ -43,8 +49,7 @@ def texts(file):
 
 def handlers(file):
     """(line, source) of what a file does where an import fails."""
-    text = file.read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(file, "ImportError", "ModuleNotFoundError"):
         if isinstance(node, ast.ExceptHandler) and node.type is not None:
             names = {name.id for name in ast.walk(node.type) if isinstance(name, ast.Name)}
             if names & {"ImportError", "ModuleNotFoundError"}:
@@ -70,7 +75,7 @@ MESSAGES = [(file, line, text) for file in SOURCES for line, text in texts(file)
 EXTRAS = [
     (file, node.lineno, node.args[1].value)
     for file in SOURCES
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    for node in nodes(file, "missing_extra")
     if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "missing_extra"
 ]
 """Calls of image_rewards' own maker of such messages."""
