@@ -103,7 +103,7 @@ def test_every_truncation_is_named(tmp_path):
 def test_every_flipped_bit_is_found(tmp_path):
     file, rng = small().save(tmp_path / "a.safetensors"), random.Random(0)
     data = file.read_bytes()
-    places = {rng.randrange(8 * len(data)) for _ in range(3000)}
+    places = {rng.randrange(8 * len(data)) for _ in range(1000)}
     for place in places:
         broken = bytearray(data)
         broken[place // 8] ^= 1 << place % 8
