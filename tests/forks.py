@@ -194,14 +194,18 @@ def fork_workers():
 
 
 def let_ray_ask():
-    """Have a Ray that this process starts later ask for its workers."""
-    from ray._private import parameter
+    """Have a Ray that this process starts later ask for its workers. It starts none of its own programs that no run asks for
+    anything: what scales clusters, what reads logs, and the dashboard's server."""
+    from ray._private import node, parameter
+
+    changes = {"setup_worker_path": __file__, "no_monitor": True, "include_log_monitor": False}
 
     class Forking(parameter.RayParams):
         def __init__(self, *arguments, **options):
-            super().__init__(*arguments, **options, setup_worker_path=__file__)
+            super().__init__(*arguments, **options | changes)
 
     parameter.RayParams = Forking
+    node.Node.start_api_server = lambda self, **_: setattr(self, "_webui_url", None)
 
 
 def work(arguments):
