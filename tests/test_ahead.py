@@ -84,7 +84,8 @@ def program(one_process, monkeypatch, tmp_path, metric_rows, micro, narrow):
         with monkeypatch.context() as patch:
             patch.setattr(Worker, "generate", generate)
             patch.setattr(one_process.Rewards, "score_all", lambda self, samples: events.score_all(samples))
-            keys = [f"recipe={RECIPES[app]}", *micro, f"model.path={narrow}", f"trainer.run_dir={tmp_path / folder}"]
+            keys = [f"recipe={RECIPES[app]}", *micro, "trainer.save_every=2", f"model.path={narrow}"]
+            keys.append(f"trainer.run_dir={tmp_path / folder}")
             code = run(PROGRAMS[app], [*keys, *arguments])
         return code, metric_rows(tmp_path / folder), events.seen
 
@@ -123,7 +124,7 @@ def test_the_first_samples_are_those_of_a_run_by_steps_and_the_next_are_older(pr
 def test_what_the_policy_drew_before_the_run_went_back_is_not_trained(program):
     """The rule is broken once three steps lie before."""
     back = "trainer.watchdog.grad_norm={bound: -1, steps: 1, action: rollback}"
-    code, rows, _ = program("flowgrpo", "trainer.staleness=1", "trainer.total_steps=5", back)
+    code, rows, _ = program("flowgrpo", "trainer.staleness=1", "trainer.total_steps=5", "trainer.save_every=1", back)
     assert code == 0
     assert rows[3]["watchdog/went_back_to"] == 3
     assert [row["rollout/staleness_max"] for row in rows] == [0, 1, 1, 1, 0]
@@ -205,6 +206,7 @@ COMPARING = {
     "awm, all weights": ["recipe=tiny_awm", *ALL, "model.policy_state_adapters=[default,reference]"],
     "awm that lags": ["recipe=tiny_awm", *LAG, "algorithm.old_policy={decay_rate: 0.5, decay_max: 0.5}"],
 }
+EVERY_CHANGE = ("nft, old now and then", "awm, all weights", "awm that lags")
 
 
 @pytest.fixture
@@ -252,7 +254,13 @@ def policies(program, monkeypatch):
     return start
 
 
-@pytest.mark.parametrize("keys", COMPARING.values(), ids=COMPARING)
+@pytest.mark.parametrize(
+    "keys",
+    [  # with every change, the state `old` and the copy of the trained policy, an adapter and all weights
+        pytest.param(keys, id=name, marks=() if name in EVERY_CHANGE else pytest.mark.nightly)
+        for name, keys in COMPARING.items()
+    ],
+)
 def test_a_batch_is_compared_with_the_policy_that_drew_it_also_after_a_resume(policies, rewound, tmp_path, keys):
     rows, drew, read = policies(*keys)
     assert [row["rollout/staleness_mean"] for row in rows] == [0, 1, 1, 1]
