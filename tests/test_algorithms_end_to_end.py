@@ -8,6 +8,7 @@ import flowgrpo.cli
 import pytest
 from ray_trainer.cli import run
 
+FEW = ["rollout.n=4", "data.val_max_prompts=1", "rollout.val_kwargs.n=1"]
 FORWARDS = ("forwards/rollout", "forwards/log_prob", "forwards/train", "forwards/no_grad")
 
 
@@ -46,6 +47,7 @@ def test_vllm_omni_draws_the_same_and_trains_the_same(finished_run, hosted, smal
 def test_mix_grpo_flash_saves_the_steps_after_its_window(one_process, small, metric_rows, tmp_path):
     folder = tmp_path / "run"
     changes = ["trainer.total_steps=2", "rollout.algo.iters_per_group=1", "rollout.algo.sde_window_range=[0,4]"]
+    changes += [*FEW, "actor.ppo_mini_batch_size=6"]
     assert run(flowgrpo.cli.APP, ["recipe=tiny_mix_grpo_flash", *small, *changes, f"trainer.run_dir={folder}"]) == 0
     table = metric_rows(folder)
     steps = [tuple(row.get(key, 0.0) for key in FORWARDS) for row in table[1:]]
@@ -60,7 +62,7 @@ def test_mix_grpo_flash_saves_the_steps_after_its_window(one_process, small, met
 
 def test_nft_samples_with_its_old_policy(one_process, small, metric_rows, tmp_path):
     folder = tmp_path / "run"
-    arguments = ["recipe=tiny_nft", *small, "actor.ppo_mini_batch_size=24", "trainer.total_steps=3"]
+    arguments = ["recipe=tiny_nft", *small, *FEW, "actor.ppo_mini_batch_size=12", "trainer.total_steps=3"]
     schedule = ["algorithm.old_policy={decay_rate: 0.5, decay_max: 0.5}", "actor.forward_process.num_levels=2"]
     assert run(dpo_online.cli.APP, [*arguments, *schedule, f"trainer.run_dir={folder}"]) == 0
     table = metric_rows(folder)

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+FEW = ["data.val_max_prompts=2", "rollout.val_kwargs.n=1"]
+
 
 def test_it_runs_and_counts_its_pairs(hosted, small, metric_rows, tmp_path):
     folder = tmp_path / "run"
-    done = hosted("dpo-online", *small, "trainer.total_steps=2", f"trainer.run_dir={folder}")
+    done = hosted("dpo-online", *small, *FEW, "trainer.total_steps=2", f"trainer.run_dir={folder}")
     assert done.code == 0, done.err[-4000:]
     assert done.left_over == []
     table = metric_rows(folder)
@@ -35,6 +37,7 @@ def test_it_trains_on_given_pairs_with_two_processes(hosted, small, metric_rows,
         "actor.ppo_mini_batch_size=8",
         "trainer.num_workers=2",
         "trainer.total_steps=2",
+        *FEW,
     ]
     done = hosted("dpo-online", "recipe=offline_dpo", *small, *files, *size, f"trainer.run_dir={folder}")
     assert done.code == 0, done.err[-4000:]

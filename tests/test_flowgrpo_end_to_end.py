@@ -211,6 +211,7 @@ def test_pictures_that_are_edited_are_validated_and_trained_beside_those_that_ar
     loop = ["rollout.agent.default_agent_loop=diffusion_judge_edit_agent", "rollout.agent.num_turns=2"]
     steps = ["trainer.total_steps=1", "trainer.val_every=1", "rollout.pipeline.num_inference_steps=6"]
     steps += ["rollout.val_kwargs.pipeline.num_inference_steps=6", "rollout.algo.sde_window_size=2"]
+    steps += ["rollout.n=4", "actor.ppo_mini_batch_size=6", "data.val_max_prompts=2", "rollout.val_kwargs.n=1"]
     sharded = ["trainer.num_workers=2", "actor.fsdp_config.sharding=shard", "actor.fsdp_config.device=cpu"]
     done = hosted("flowgrpo", *small, *loop, *steps, *sharded, f"trainer.run_dir={folder}")
     assert done.code == 0, done.err[-4000:]

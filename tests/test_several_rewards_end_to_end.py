@@ -74,6 +74,8 @@ def test_the_watchdog_warns_goes_back_and_ends_a_run(one_process, metric_rows, t
         "trainer.val_every=0",
         "trainer.val_before_train=false",
         "trainer.keep_checkpoints=9",
+        "rollout.n=2",
+        "actor.ppo_mini_batch_size=6",
     ]
     assert run(APP, [*MICRO, *more, *rules, f"trainer.run_dir={folder}"]) == 1
     said = capsys.readouterr()

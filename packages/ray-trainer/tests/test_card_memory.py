@@ -1,5 +1,6 @@
 """What the sums say is what the engine builds and what cards were seen to hold; and where the parts of a run go for it."""
 
+import functools
 import json
 import math
 from dataclasses import replace
@@ -26,12 +27,18 @@ def make(*keys):
     return compose("flowgrpo", APP.recipes / "tiny_flow_grpo.yaml", list(keys))
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """`built("flux")` is the folder of that tiny pipeline."""
+    return functools.cache(lambda name: tiny.build(name, tmp_path_factory.mktemp(name)))
+
+
 @pytest.mark.parametrize("target", ["all-linear", "attention", "[to_q,to_v]", r".*\.0\..*to_k"])
 @pytest.mark.parametrize("name", [*available(), "sd35", "wan_5b"])
-def test_parameters_and_adapters_are_those_of_the_engine(name, target, tmp_path):
+def test_parameters_and_adapters_are_those_of_the_engine(name, target, built):
     from fsdp_diffusers_engine import adapters
 
-    folder = tiny.build(name, tmp_path)
+    folder = built(name)
     config = make("model.lora_rank=3", f"model.target_modules={target}", "model.policy_state_adapters=[default,old]")
     spec = get_spec_for(folder)
     with init_empty_weights():
