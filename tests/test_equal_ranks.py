@@ -12,7 +12,7 @@ NFT = ["recipe=tiny_nft", "algorithm.old_policy={decay_rate: 0.5, decay_max: 0.5
 AWM = ["recipe=tiny_awm", "actor.ppo_mini_batch_size=24"]
 FULL = ["model.lora_rank=0", "actor.optim.lr=1e-4"]
 PROGRAMS = {
-    "flowgrpo": ("flowgrpo", ["actor.ppo_mini_batch_size=12"]),
+    "flowgrpo": ("flowgrpo", ["rollout.n=4", "actor.ppo_mini_batch_size=6"]),
     "dpo-online": ("dpo-online", ["actor.ppo_mini_batch_size=3"]),
     "nft ahead": ("dpo-online", [*NFT, *AHEAD]),
     "nft ahead, all weights": (
