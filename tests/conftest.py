@@ -143,6 +143,9 @@ class Hosted:
                 raise subprocess.TimeoutExpired(app, timeout)
         code, out, err = json.loads(self.answers.readline())
         seconds = time.monotonic() - start
+        for logs in Path("/tmp").glob(f"drl-{self.process.pid}-*/ray/session_2*/logs") if code else ():
+            with contextlib.suppress(shutil.Error):  # why a process was gone; they end with this Ray
+                print("Ray's logs:", shutil.copytree(logs, self.folder / "logs", dirs_exist_ok=True, symlinks=True))
         deadline = time.monotonic() + 10
         while (alive := self._processes() - before) and time.monotonic() < deadline:
             time.sleep(0.1)
